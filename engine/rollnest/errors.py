@@ -1,0 +1,155 @@
+"""Every error rollnest raises on purpose.
+
+    RollnestError
+    ├── InferenceError        the policy's server failed a request          (becomes a FAILED sample)
+    ├── LoopError             the agent loop broke a rule or raised          (becomes a FAILED sample)
+    │   └── ToolError         a tool of the loop raised or timed out
+    ├── JudgeError            the judger gave no usable verdict              (becomes a FAILED sample)
+    ├── DataError             the prompt can't be used                       (becomes a FAILED sample)
+    ├── UnsupportedSampling   the controller can't honour these sampling parameters
+    ├── WeightUpdateFailed    new weights did not load; says what the policy holds now
+    ├── PauseFailed           the controller did not confirm a pause; production went on
+    ├── EngineBusy            two at once, or not while paused
+    ├── EngineClosed          the engine's block was left, or not entered yet
+    ├── EngineBroken          the engine can't go on; carries the causes
+    ├── EndOfPrompts          every task's prompts are used up
+    └── Starved               too many groups in a row were unusable; carries the reasons
+
+The first five follow the boundary that was crossed. A failed sample is data: it carries the error's
+text and never raises. The others reach the caller of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+__all__ = [
+    "DataError",
+    "EndOfPrompts",
+    "EngineBroken",
+    "EngineBusy",
+    "EngineClosed",
+    "InferenceError",
+    "JudgeError",
+    "LoopError",
+    "PauseFailed",
+    "RollnestError",
+    "Starved",
+    "ToolError",
+    "UnsupportedSampling",
+    "WeightUpdateFailed",
+    "WeightsState",
+]
+
+
+class RollnestError(Exception):
+    """Base of every error that rollnest raises on purpose."""
+
+
+class InferenceError(RollnestError):
+    """The policy's server failed a request, or answered something that can't be used.
+
+    Attributes:
+        retryable: Whether the same request may succeed when it is sent again.
+        maybe_executed: Whether the server may have generated something for it.
+    """
+
+    def __init__(
+        self, message: str, *, retryable: bool = False, maybe_executed: bool = True
+    ) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+        self.maybe_executed = maybe_executed
+
+
+class LoopError(RollnestError):
+    """An agent loop broke a rule of the `Rollout` handle."""
+
+
+class ToolError(LoopError):
+    """A tool of an agent loop raised or ran out of time."""
+
+
+class JudgeError(RollnestError):
+    """A judger raised, timed out, or answered something that is no verdict."""
+
+
+class DataError(RollnestError):
+    """A prompt can't be used: it is empty, or leaves no room in the context."""
+
+
+class UnsupportedSampling(RollnestError, ValueError):
+    """The controller can't honour a sampling parameter; the message names it and its value."""
+
+
+class WeightsState(Enum):
+    """What the policy holds after a failed weight update."""
+
+    OLD = "old"
+    NEW = "new"
+    UNKNOWN = "unknown"
+
+
+class WeightUpdateFailed(RollnestError):
+    """New weights did not load.
+
+    Attributes:
+        weights: What the policy holds now. `OLD` and `NEW` let the engine go on; `UNKNOWN` breaks it.
+    """
+
+    def __init__(self, message: str, *, weights: WeightsState) -> None:
+        super().__init__(message)
+        self.weights = weights
+
+
+class PauseFailed(RollnestError):
+    """The controller did not confirm that it stopped; production goes on with the old weights."""
+
+
+class EngineBusy(RollnestError):
+    """The call can't be served now: another one of its kind is running, or the gate is closed.
+
+    Attributes:
+        ready: Groups that are ready now, where a batch was asked for.
+        asked: Groups that were asked for, where a batch was asked for.
+    """
+
+    def __init__(self, message: str, *, ready: int | None = None, asked: int | None = None) -> None:
+        super().__init__(message)
+        self.ready = ready
+        self.asked = asked
+
+
+class EngineClosed(RollnestError):
+    """The engine's `async with` block is not open."""
+
+
+class EngineBroken(RollnestError):
+    """The engine can't go on; nothing more is produced.
+
+    Attributes:
+        causes: The errors that broke it, flat, in the order they were seen.
+    """
+
+    def __init__(self, message: str, *, causes: Sequence[BaseException] = ()) -> None:
+        super().__init__(message)
+        self.causes = tuple(causes)
+
+
+class EndOfPrompts(RollnestError):
+    """Every task's prompts are used up and everything they made was delivered."""
+
+
+class Starved(RollnestError):
+    """Too many groups of a task in a row could not be used.
+
+    Attributes:
+        task: The task's name.
+        reasons: How many groups of the row were dropped, by reason.
+    """
+
+    def __init__(self, message: str, *, task: str, reasons: Mapping[str, int]) -> None:
+        super().__init__(message)
+        self.task = task
+        self.reasons = dict(reasons)
