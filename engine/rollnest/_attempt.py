@@ -1,0 +1,213 @@
+"""One request to the policy's server, and the record its answer is committed into.
+
+A controller commits what it receives at once and synchronously; a turn's outcome is what stands here, never
+what a cancel scope says. Everything is checked before it is recorded, and everything that is not recorded is
+counted: too late (the engine had given the attempt up), or rejected (it broke a rule).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from uuid import uuid4
+
+from ._options import Sampling
+from ._response import Response, token_column
+from .errors import InferenceError
+
+__all__ = ["Attempt", "FinishReason", "TokenCounters"]
+
+
+class FinishReason(StrEnum):
+    """Why a server ended its answer."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class TokenCounters:
+    """Where the tokens of all attempts went; every count only rises.
+
+    Attributes:
+        committed: Tokens recorded in attempts.
+        late: Tokens that came after the engine had given their attempt up.
+        rejected: Tokens of answers that broke a rule, or beyond the cap.
+        discarded: Recorded tokens that were taken out again: of members that expired, or past a stop string.
+        unseen_turns: Attempts that were cut without a reply, so that what the server had made is not known.
+        resumed_turns: Turns that went on from a partial.
+    """
+
+    __slots__ = ("committed", "discarded", "late", "rejected", "resumed_turns", "unseen_turns")
+
+    def __init__(self) -> None:
+        self.committed = 0
+        self.late = 0
+        self.rejected = 0
+        self.discarded = 0
+        self.unseen_turns = 0
+        self.resumed_turns = 0
+
+    def __repr__(self) -> str:
+        return "<TokenCounters " + " ".join(f"{n}={getattr(self, n)}" for n in self.__slots__) + ">"
+
+
+class Attempt:
+    """One request: frozen going in, append-only coming out.
+
+    Attributes:
+        id: 32 hex digits, new for every attempt.
+        prompt_ids: Exactly what the policy is to continue, int32: prompt, then everything after it.
+        max_tokens: Most tokens this attempt may bring, >= 1.
+        sampling: The turn's sampling; `seed` is resolved, `min_tokens` is what remains. Its own `max_tokens` is
+            the turn's whole cap: send the attempt's.
+        affinity: The same for all attempts of one rollout, so that a router can keep its prefix cache warm.
+        version: Weight version when the attempt started; what is committed without a version gets this one.
+        received: What was committed so far.
+        finish_reason: Set by `finish`; `None` while the server is at it.
+        detail: What the server said about the end, if anything.
+    """
+
+    __slots__ = (
+        "_closed",
+        "_counters",
+        "_vocab_size",
+        "affinity",
+        "detail",
+        "finish_reason",
+        "id",
+        "max_tokens",
+        "prompt_ids",
+        "received",
+        "sampling",
+        "version",
+    )
+
+    def __init__(
+        self,
+        prompt_ids: Iterable[int],
+        *,
+        max_tokens: int,
+        sampling: Sampling,
+        affinity: str = "",
+        version: int = 0,
+        vocab_size: int | None = None,
+        counters: TokenCounters | None = None,
+    ) -> None:
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
+        self.id = uuid4().hex
+        self.prompt_ids: memoryview[int] = memoryview(token_column(prompt_ids)).toreadonly()
+        self.max_tokens = max_tokens
+        self.sampling = sampling
+        self.affinity = affinity
+        self.version = version
+        self.received = Response()
+        self.finish_reason: FinishReason | None = None
+        self.detail: str | None = None
+        self._vocab_size = vocab_size
+        self._counters = counters if counters is not None else TokenCounters()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = self.finish_reason.value if self.finish_reason else "open"
+        return (
+            f"<Attempt {self.id[:8]} v{self.version}: {len(self.prompt_ids)} prompt tokens, "
+            f"{len(self.received)} of {self.max_tokens} received, {'given up' if self._closed else state}>"
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine has given the attempt up; nothing is recorded any more."""
+        return self._closed
+
+    def commit(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: int | Sequence[int] | None = None,
+    ) -> int:
+        """Records tokens that arrived, all or none; synchronous, so nothing can come between.
+
+        Args:
+            ids: New token ids only, in order (a delta), in `range(vocab_size)`.
+            logprobs: One logprob for each.
+            versions: Weight version of all, or of each; `None` is the attempt's.
+
+        Returns:
+            How many were recorded: fewer than given beyond the cap, none if the attempt was given up.
+
+        Raises:
+            InferenceError: The tokens break a rule. None is recorded; they are counted as rejected.
+        """
+        count = len(ids)
+        if self._closed:
+            self._counters.late += count
+            return 0
+        try:
+            if self.finish_reason is not None:
+                raise ValueError(f"tokens after the finish reason {self.finish_reason.value!r}")
+            if len(logprobs) != count:
+                raise ValueError(f"{count} ids but {len(logprobs)} logprobs")
+            column = token_column(ids)
+            if self._vocab_size is not None and column and max(column) >= self._vocab_size:
+                at = next(i for i, v in enumerate(column) if v >= self._vocab_size)
+                raise ValueError(
+                    f"ids[{at}] = {column[at]} is outside the vocabulary of {self._vocab_size}"
+                )
+            room = self.max_tokens - len(self.received)
+            versions = self.version if versions is None else versions
+            if count > room:
+                column, logprobs = column[:room], logprobs[:room]
+                versions = versions if isinstance(versions, int) else versions[:room]
+            self._check_versions(versions)
+            self.received.append_policy(column, logprobs, versions)
+        except (ValueError, TypeError) as error:
+            self._counters.rejected += count
+            raise InferenceError(f"the server's answer is unusable: {error}") from error
+        self._counters.committed += len(column)
+        self._counters.rejected += count - len(column)
+        return len(column)
+
+    def check_echo(self, prompt_ids: Sequence[int]) -> None:
+        """Compares the prompt that a server says it continued with the one that was sent.
+
+        Raises:
+            InferenceError: They differ.
+        """
+        if list(prompt_ids) != self.prompt_ids.tolist():
+            raise InferenceError(
+                "the server's answer is unusable: it echoed another prompt "
+                f"({len(prompt_ids)} ids, {len(self.prompt_ids)} were sent)"
+            )
+
+    def finish(self, reason: FinishReason | str, detail: str | None = None) -> None:
+        """Records why the server ended. An abort is an ordinary end: what was committed stays.
+
+        Raises:
+            InferenceError: The reason is unknown, or the attempt was finished before.
+        """
+        if self._closed:
+            return
+        try:
+            known = FinishReason(reason)
+        except ValueError:
+            raise InferenceError(
+                f"the server's answer is unusable: unknown finish reason {reason!r}"
+            ) from None
+        if self.finish_reason is not None:
+            raise InferenceError(
+                f"the server's answer is unusable: finished twice, {self.finish_reason.value!r} "
+                f"and {known.value!r}"
+            )
+        self.finish_reason = known
+        self.detail = detail
+
+    def close(self) -> None:
+        """Gives the attempt up: whatever still comes is counted as late and not recorded."""
+        self._closed = True
+
+    def _check_versions(self, versions: int | Sequence[int]) -> None:
+        lowest = versions if isinstance(versions, int) else min(versions, default=self.version)
+        if lowest < self.version:
+            raise ValueError(f"tokens of version {lowest}, but the policy has had {self.version}")

@@ -1,0 +1,478 @@
+"""The frozen records of the engine: prompts going in, samples, groups and batches coming out.
+
+An outcome is decided in one place and frozen here; the constructors refuse what must not exist (I11: a
+completed sample has an answer, and only a completed one has a verdict).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from enum import Enum
+from typing import Any, Literal, cast
+
+from attrs import Attribute, field, frozen
+from attrs.validators import deep_iterable, in_, instance_of, optional
+
+from ._checks import check_real, text, whole
+from ._options import Sampling
+from ._response import Response, token_column
+
+__all__ = [
+    "Batch",
+    "BatchStatistics",
+    "Failure",
+    "FailureKind",
+    "Group",
+    "Message",
+    "Prompt",
+    "Sample",
+    "Segment",
+    "Status",
+    "ToolCall",
+    "Turn",
+    "Verdict",
+]
+
+Message = Mapping[str, Any]
+"""One chat message, as chat templates take it: `role`, `content`, and what else the template knows."""
+
+FailureKind = Literal["inference", "loop", "tool", "judge", "data"]
+
+
+class Status(Enum):
+    """How a sample stands. Only `COMPLETED` samples are trained."""
+
+    INIT = "init"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+    FAILED = "failed"
+    FILTERED = "filtered"
+
+
+# Of a group that is not completed as a whole, the first of these that one of its members has.
+_GROUP_PRIORITY = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED, Status.INIT)
+
+
+def _count(value: Sized) -> str:
+    return str(len(value))
+
+
+def _names(value: Iterable[str]) -> str:
+    return ", ".join(value)
+
+
+def _messages(value: Iterable[Message] | None) -> tuple[Message, ...] | None:
+    return None if value is None else tuple(value)
+
+
+def _prompt_ids(value: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
+
+
+def _check_messages(_: Any, attribute: Attribute[Any], value: Sequence[object] | None) -> None:
+    for i, message in enumerate(value or ()):
+        role = cast("Message", message).get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str):
+            raise TypeError(f"{attribute.name}[{i}] must be a mapping with a role, got {message!r}")
+
+
+def _check_prompt_ids(_: Any, attribute: Attribute[Any], value: tuple[int, ...] | None) -> None:
+    try:
+        token_column(value or ())
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{attribute.name}: {error}") from None
+
+
+@frozen(eq=False)
+class Prompt:
+    """One thing to answer.
+
+    Attributes:
+        uid: Its name, unique within its task.
+        messages: Chat messages, rendered by the tokenizer's chat template.
+        token_ids: The prompt's token ids, sent as they are; needs no tokenizer.
+        label: What the judger compares with.
+        data_source: Which judger or statistic it belongs to.
+        tools: Tool schemas for the chat template.
+        media: Opaque to the engine; handed to the loop and the judger.
+        meta: Anything else that belongs to it.
+    """
+
+    uid: str = field(validator=text)
+    messages: tuple[Message, ...] | None = field(
+        default=None, kw_only=True, converter=_messages, validator=_check_messages
+    )
+    token_ids: tuple[int, ...] | None = field(
+        default=None, kw_only=True, converter=_prompt_ids, validator=_check_prompt_ids, repr=False
+    )
+    label: Any = field(default=None, kw_only=True)
+    data_source: str | None = field(
+        default=None, kw_only=True, validator=optional(instance_of(str))
+    )
+    tools: tuple[Message, ...] | None = field(default=None, kw_only=True, converter=_messages)
+    media: Any = field(default=None, kw_only=True, repr=False)
+    meta: Mapping[str, Any] = field(factory=dict[str, Any], kw_only=True, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not self.messages and not self.token_ids:
+            raise ValueError(f"prompt {self.uid!r} needs messages or token_ids, both are empty")
+
+
+@frozen
+class Verdict:
+    """What a judger says of one sample.
+
+    Attributes:
+        score: The reward, finite.
+        parts: Named parts of the score, for statistics.
+        details: Anything else the judger wants to keep.
+    """
+
+    score: float
+    parts: Mapping[str, float] = field(factory=dict[str, float], kw_only=True)
+    details: Mapping[str, Any] = field(factory=dict[str, Any], kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        check_real("score", self.score, -float("inf"))
+        for name, value in self.parts.items():
+            check_real(f"parts[{name!r}]", value, -float("inf"))
+
+
+@frozen
+class Failure:
+    """Why a sample failed: which boundary was crossed, and the error's text.
+
+    It keeps no exception, so a parked sample holds no frames alive.
+    """
+
+    kind: FailureKind = field(validator=in_(("inference", "loop", "tool", "judge", "data")))
+    message: str
+    traceback: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, kind: FailureKind, error: BaseException) -> Failure:
+        """Describes an error."""
+        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return cls(kind, message, "".join(traceback.format_exception(error)))
+
+
+@frozen
+class ToolCall:
+    """One call that the policy asked for, or what is wrong with its asking.
+
+    Attributes:
+        name: The tool's name, as far as it could be read.
+        arguments: Its arguments; `None` if they could not be read.
+        error: Why the call can't be made; `None` if it can.
+        raw: The text it was read from.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] | None = None
+    error: str | None = None
+    raw: str = field(default="", repr=False)
+
+
+@frozen(eq=False)
+class Turn:
+    """What one `generate()` brought.
+
+    Attributes:
+        finish_reason: `"stop"` or `"length"`.
+        text: The turn's text, decoded once from all its ids, without special tokens; `None` without a tokenizer.
+        segment: Index of the segment it stands in.
+        start: Where it starts in that segment's response.
+        stop: Where it ends there.
+        attempts: How many requests it took; above 1 it went on from a partial.
+    """
+
+    finish_reason: Literal["stop", "length"]
+    text: str | None
+    segment: int
+    start: int
+    stop: int
+    attempts: int
+    _response: Response = field(repr=False, alias="response")
+
+    @property
+    def response(self) -> Response:
+        """The turn's part of the response: ids, logprobs, versions."""
+        return self._response[self.start : self.stop]
+
+    @property
+    def ids(self) -> memoryview[int]:
+        """The sampled token ids, int32."""
+        return self.response.ids
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@frozen(eq=False)
+class Segment:
+    """One unbroken token context: the prompt's ids and the response's columns.
+
+    Attributes:
+        prompt_ids: int32, read-only.
+        response: The columns after it, sealed.
+    """
+
+    prompt_ids: memoryview[int] = field(repr=_count)
+    response: Response
+
+    def __attrs_post_init__(self) -> None:
+        if not self.response.sealed:
+            raise ValueError("a segment's response must be sealed")
+
+    @property
+    def ids(self) -> memoryview[int]:
+        """Response ids, int32."""
+        return self.response.ids
+
+    @property
+    def logprobs(self) -> memoryview[float]:
+        """Logprob of each response token when it was sampled, float32; 0.0 for context."""
+        return self.response.logprobs
+
+    @property
+    def versions(self) -> memoryview[int]:
+        """Weight version of each response token, int32; -1 for context."""
+        return self.response.versions
+
+    @property
+    def mask(self) -> memoryview[int]:
+        """1 where the response token is trained, uint8. Only tokens of the policy are."""
+        return self.response.origin
+
+    def __len__(self) -> int:
+        return len(self.response)
+
+
+@frozen(eq=False, kw_only=True)
+class Sample:
+    """The frozen end of one rollout.
+
+    Attributes:
+        task: Name of its task.
+        prompt: What was asked.
+        visit: Number of the prompt's visit within the task; all members of a group share it.
+        index: Its place in the group.
+        status: How it ended.
+        segments: Its token contexts, in the order they were opened.
+        turns: What each `generate()` brought.
+        finish_reason: Why it ended: the last turn's reason, or what the loop gave to `finish`.
+        verdict: The judger's answer; only a completed sample has one.
+        failure: Why it failed; only a failed sample has one.
+        sampling: The task's sampling.
+        logprobs_mode: What its logprobs are: `"processed"` (of the distribution that was sampled from) or `"raw"`
+            (before temperature and filters).
+        generate_seconds: From the loop's start to its end.
+    """
+
+    task: str
+    prompt: Prompt
+    visit: int
+    index: int
+    status: Status
+    segments: tuple[Segment, ...] = ()
+    turns: tuple[Turn, ...] = field(default=(), repr=_count)
+    finish_reason: str | None = None
+    verdict: Verdict | None = None
+    failure: Failure | None = None
+    sampling: Sampling | None = field(default=None, repr=False)
+    logprobs_mode: Literal["raw", "processed"] = "processed"
+    generate_seconds: float = 0.0
+
+    def __attrs_post_init__(self) -> None:
+        if self.status is Status.COMPLETED and not self.policy_tokens:
+            raise ValueError("a COMPLETED sample needs at least one token of the policy")
+        if self.verdict is not None and self.status in _NEVER_JUDGED:
+            raise ValueError(f"{self.status.name} samples carry no verdict, got {self.verdict}")
+        if (self.failure is not None) != (self.status is Status.FAILED):
+            raise ValueError(
+                f"exactly FAILED samples carry a failure, got {self.status.name}, {self.failure}"
+            )
+
+    @property
+    def reward(self) -> float | None:
+        """The verdict's score; `None` without a verdict."""
+        return None if self.verdict is None else self.verdict.score
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote, all turns joined; tool and environment text is not in it."""
+        return "".join(turn.text or "" for turn in self.turns)
+
+    @property
+    def policy_tokens(self) -> int:
+        """Tokens that the policy sampled, over all segments."""
+        return sum(segment.response.policy_tokens for segment in self.segments)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the cap cut it: of the sample, or of any of its turns."""
+        return self.finish_reason == "length" or any(
+            turn.finish_reason == "length" for turn in self.turns
+        )
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest version among its trainable tokens; `None` without any."""
+        versions = [segment.response.oldest_version for segment in self.segments]
+        return min((v for v in versions if v is not None), default=None)
+
+    def lag(self, version: int) -> int:
+        """Versions between the oldest trainable token and `version`; 0 without a trainable token."""
+        oldest = self.oldest_version
+        return 0 if oldest is None else version - oldest
+
+
+_NEVER_JUDGED = frozenset({Status.INIT, Status.ABORTED, Status.EXPIRED, Status.FAILED})
+
+
+@frozen(eq=False)
+class Group:
+    """The samples of one visit of a prompt.
+
+    Attributes:
+        task: Name of its task.
+        prompt: What was asked.
+        visit: Number of this visit within the task, counted from 0. `(task, visit)` names the group.
+        samples: Its members, by index.
+    """
+
+    task: str
+    prompt: Prompt = field(repr=lambda prompt: repr(prompt.uid))
+    visit: int = field(validator=whole(0))
+    samples: tuple[Sample, ...] = field(
+        converter=tuple, validator=deep_iterable(instance_of(Sample)), repr=_count
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if not self.samples:
+            raise ValueError(f"group {self.task}/{self.visit} needs at least one sample")
+        for sample in self.samples:
+            if (sample.task, sample.visit) != (self.task, self.visit):
+                raise ValueError(
+                    f"a sample of {sample.task}/{sample.visit} in group {self.task}/{self.visit}"
+                )
+
+    @property
+    def status(self) -> Status:
+        """`COMPLETED` if every member is; else the worst status among them."""
+        statuses = {sample.status for sample in self.samples}
+        if statuses == {Status.COMPLETED}:
+            return Status.COMPLETED
+        return next(status for status in _GROUP_PRIORITY if status in statuses)
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """Each member's reward, by index; `None` without a verdict."""
+        return tuple(sample.reward for sample in self.samples)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest version among the trainable tokens of its members; `None` without any."""
+        versions = (sample.oldest_version for sample in self.samples)
+        return min((v for v in versions if v is not None), default=None)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@frozen(kw_only=True)
+class BatchStatistics:
+    """Figures of one batch, of one task or over all.
+
+    The first part describes the groups in the batch; the second what happened since the batch before.
+
+    Attributes:
+        groups: Groups in the batch.
+        samples: Samples in it.
+        policy_tokens: Tokens that the policy sampled.
+        context_tokens: Tokens that something else put into the responses.
+        longest_response: Tokens of the longest response.
+        truncated: Samples that the cap cut.
+        reward_mean: Mean reward; `None` without a verdict.
+        reward_min: Lowest reward.
+        reward_max: Highest reward.
+        unscored: Samples without a verdict.
+        zero_variance_share: Share of the groups whose rewards are all equal, so that they teach nothing.
+        lag_histogram: How many samples had which lag.
+        group_seconds_mean: Mean time from a group's start to its end, in seconds.
+        group_seconds_p50: Median of it.
+        group_seconds_p99: 99th percentile of it.
+        ready: Groups that are ready for a later batch.
+        waiting: Groups that wait to be drawn again.
+        flight: Groups in flight.
+        dropped: Groups dropped since the batch before, by reason.
+        expired: Groups that became too old since then.
+        produced_samples: Samples that completed since then.
+        produced_tokens: Tokens committed since then.
+        tokens_late: Tokens that came after their attempt was given up.
+        tokens_rejected: Tokens of unusable answers, or beyond a cap.
+        tokens_discarded: Recorded tokens taken out again, of expired members or past a stop string.
+        resumed_turns: Turns that went on from a partial.
+        unseen_turns: Attempts that were cut without a reply.
+        pause_seconds: Time the gate was closed.
+    """
+
+    groups: int = 0
+    samples: int = 0
+    policy_tokens: int = 0
+    context_tokens: int = 0
+    longest_response: int = 0
+    truncated: int = 0
+    reward_mean: float | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    unscored: int = 0
+    zero_variance_share: float | None = None
+    lag_histogram: Mapping[int, int] = field(factory=dict[int, int])
+    group_seconds_mean: float | None = None
+    group_seconds_p50: float | None = None
+    group_seconds_p99: float | None = None
+    ready: int = 0
+    waiting: int = 0
+    flight: int = 0
+    dropped: Mapping[str, int] = field(factory=dict[str, int])
+    expired: int = 0
+    produced_samples: int = 0
+    produced_tokens: int = 0
+    tokens_late: int = 0
+    tokens_rejected: int = 0
+    tokens_discarded: int = 0
+    resumed_turns: int = 0
+    unseen_turns: int = 0
+    pause_seconds: float = 0.0
+
+
+@frozen(eq=False, kw_only=True)
+class Batch:
+    """Groups handed to the trainer.
+
+    Attributes:
+        index: Number of the batch, counted from 1.
+        version: The policy's weight version when it was taken; lags count from it.
+        groups: Completed groups only.
+        tasks: Statistics of each task.
+        statistics: The same over all tasks.
+        short: Whether it holds fewer groups than were asked for, because the prompts ended.
+    """
+
+    index: int
+    version: int
+    groups: tuple[Group, ...] = field(repr=_count)
+    tasks: Mapping[str, BatchStatistics] = field(repr=_names)
+    statistics: BatchStatistics = field(repr=False)
+    short: bool = False
+
+    @property
+    def samples(self) -> Iterator[Sample]:
+        """All samples, group by group."""
+        return (sample for group in self.groups for sample in group.samples)
+
+    def __len__(self) -> int:
+        return len(self.groups)

@@ -1,0 +1,294 @@
+"""The packed, append-only answer of one token context.
+
+A `Response` keeps five columns of one length: ids, logprobs, origin, versions and (derived) mask. There are
+two ways in, one for tokens that the policy sampled and one for tokens that something else put there, and each
+checks everything before it changes anything. So the columns can't go out of step, whatever user code does.
+
+Invariants: I1 (one length), I2 (context has no version and logprob 0.0), I3 (policy logprobs are finite and
+<= 0 up to rounding; versions never decrease).
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+
+__all__ = ["CONTEXT_VERSION", "LOGPROB_ROUNDING", "Response", "token_column"]
+
+CONTEXT_VERSION = -1
+"""What the `versions` column holds where a token has no version, because no policy made it."""
+
+LOGPROB_ROUNDING = 1e-4
+"""How far above zero a server's rounding may put a logprob."""
+
+_POLICY = b"\x01"
+_CONTEXT = b"\x00"
+
+
+class Response:
+    """Token columns that only grow.
+
+    Columns are read as memory views over packed arrays, so numpy and torch take them without a Python loop:
+    `np.asarray(response.ids)`. A view of a response that still grows is a copy of what it held at that moment.
+
+    Cost: at most 9 bytes a token, plus 8 bytes for each run of one version.
+    """
+
+    __slots__ = (
+        "_ids",
+        "_last_version",
+        "_logprobs",
+        "_origin",
+        "_run_stops",
+        "_run_versions",
+        "_sealed",
+    )
+
+    def __init__(self) -> None:
+        self._ids = array("i")
+        self._logprobs = array("f")
+        self._origin = bytearray()
+        self._run_stops = array("i")
+        self._run_versions = array("i")
+        self._last_version = 0
+        self._sealed = False
+
+    # Reading
+
+    def __len__(self) -> int:
+        return len(self._origin)
+
+    @property
+    def ids(self) -> memoryview[int]:
+        """Token ids, int32."""
+        return _view(self._ids, self._sealed)
+
+    @property
+    def logprobs(self) -> memoryview[float]:
+        """Logprob of each token when it was sampled, float32; 0.0 where the policy did not sample it."""
+        # The cast pair tells the type checker what the array's own format already says.
+        return _view(self._logprobs, self._sealed).cast("B").cast("f")
+
+    @property
+    def origin(self) -> memoryview[int]:
+        """Who made each token, uint8: 1 the policy, 0 anything else."""
+        return memoryview(bytes(self._origin))
+
+    @property
+    def versions(self) -> memoryview[int]:
+        """Weight version that sampled each token, int32; `CONTEXT_VERSION` (-1) for context tokens."""
+        column = array("i")
+        start = 0
+        for stop, version in zip(self._run_stops, self._run_versions, strict=True):
+            column.extend(array("i", (version,)) * (stop - start))
+            start = stop
+        return memoryview(column).toreadonly()
+
+    @property
+    def version_runs(self) -> tuple[tuple[int, int, int], ...]:
+        """Runs of one version, in order, as `(version, start, stop)`; context has `CONTEXT_VERSION`."""
+        starts = [0, *self._run_stops[:-1]]
+        return tuple(zip(self._run_versions, starts, self._run_stops, strict=True))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest version among the policy's tokens; `None` without any."""
+        # Versions never decrease, so the first policy run is the oldest.
+        return next((v for v in self._run_versions if v != CONTEXT_VERSION), None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """The highest version among the policy's tokens; `None` without any."""
+        return self._last_version if any(v != CONTEXT_VERSION for v in self._run_versions) else None
+
+    @property
+    def policy_tokens(self) -> int:
+        """How many tokens the policy sampled."""
+        return self._origin.count(1)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the response may no longer grow."""
+        return self._sealed
+
+    def __getitem__(self, part: slice) -> Response:
+        """Returns a sealed copy of a part; only slices without a step."""
+        start, stop, step = part.indices(len(self))
+        if step != 1:
+            raise ValueError(f"a response is sliced without a step, got step={step}")
+        stop = max(start, stop)
+        piece = Response()
+        piece._ids = self._ids[start:stop]
+        piece._logprobs = self._logprobs[start:stop]
+        piece._origin = self._origin[start:stop]
+        for version, run_start, run_stop in self.version_runs:
+            length = min(run_stop, stop) - max(run_start, start)
+            if length > 0:
+                piece._extend_run(length, version)
+        piece._sealed = True
+        return piece
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Response):
+            return NotImplemented
+        return (
+            self._ids == other._ids
+            and self._logprobs == other._logprobs
+            and self._origin == other._origin
+            and self._run_stops == other._run_stops
+            and self._run_versions == other._run_versions
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        runs = ", ".join(
+            f"{stop - start} context"
+            if version == CONTEXT_VERSION
+            else f"{stop - start} by v{version}"
+            for version, start, stop in self.version_runs
+        )
+        return f"<Response of {len(self)} tokens: {runs or 'empty'}{', sealed' if self._sealed else ''}>"
+
+    # Growing
+
+    def append_policy(
+        self, ids: Iterable[int], logprobs: Iterable[float], versions: int | Sequence[int]
+    ) -> None:
+        """Appends tokens that the policy sampled.
+
+        Args:
+            ids: Token ids, >= 0.
+            logprobs: One logprob for each id, in nats, of the distribution it was sampled from.
+            versions: Weight version of all of them, or one for each; never below an earlier one.
+
+        Raises:
+            ValueError: A rule is broken; the response is unchanged.
+            TypeError: Something is no number, or the response is sealed; the response is unchanged.
+        """
+        new_ids = token_column(ids)
+        new_logprobs = array("f", logprobs)
+        if len(new_ids) != len(new_logprobs):
+            raise ValueError(f"{len(new_ids)} ids but {len(new_logprobs)} logprobs")
+        if not new_ids:
+            return
+        # One pass in C each: a NaN or an infinity survives into the sum, a value above zero into the maximum.
+        if not math.isfinite(sum(new_logprobs)) or max(new_logprobs) > LOGPROB_ROUNDING:
+            at = next(
+                i
+                for i, v in enumerate(new_logprobs)
+                if not math.isfinite(v) or v > LOGPROB_ROUNDING
+            )
+            raise ValueError(f"logprobs[{at}] must be finite and <= 0, got {new_logprobs[at]}")
+        if isinstance(versions, int):
+            runs = [(len(new_ids), versions)]
+        else:
+            if len(versions) != len(new_ids):
+                raise ValueError(f"{len(new_ids)} ids but {len(versions)} versions")
+            runs = _runs(versions)
+        last = self._last_version
+        for _, version in runs:
+            if version < last:
+                raise ValueError(f"versions never decrease: {version} after {last}")
+            last = version
+        self._check_open()
+        self._ids.extend(new_ids)
+        self._logprobs.extend(new_logprobs)
+        self._origin.extend(_POLICY * len(new_ids))
+        for length, version in runs:
+            self._extend_run(length, version)
+
+    def append_context(self, ids: Iterable[int]) -> None:
+        """Appends tokens that the policy did not sample: tool results, environment text, chat headers.
+
+        Args:
+            ids: Token ids, >= 0.
+
+        Raises:
+            ValueError: An id is negative or too large; the response is unchanged.
+            TypeError: An id is no integer, or the response is sealed; the response is unchanged.
+        """
+        new_ids = token_column(ids)
+        self._check_open()
+        if new_ids:
+            self._ids.extend(new_ids)
+            self._logprobs.frombytes(bytes(4 * len(new_ids)))
+            self._origin.extend(_CONTEXT * len(new_ids))
+            self._extend_run(len(new_ids), CONTEXT_VERSION)
+
+    def extend(self, other: Response) -> None:
+        """Appends everything another response holds.
+
+        Raises:
+            ValueError: The other one starts with an older version; this one is unchanged.
+            TypeError: This response is sealed.
+        """
+        oldest = other.oldest_version
+        if oldest is not None and oldest < self._last_version:
+            raise ValueError(f"versions never decrease: {oldest} after {self._last_version}")
+        self._check_open()
+        self._ids.extend(other._ids)
+        self._logprobs.extend(other._logprobs)
+        self._origin.extend(other._origin)
+        for version, start, stop in other.version_runs:
+            self._extend_run(stop - start, version)
+
+    def seal(self) -> Response:
+        """Ends the growing, and returns the response; views are without a copy from now on."""
+        self._sealed = True
+        return self
+
+    def without_trailing_context(self) -> Response:
+        """Returns a sealed response that ends with the policy's last token."""
+        return self[: self._origin.rfind(1) + 1]
+
+    def _check_open(self) -> None:
+        if self._sealed:
+            raise TypeError("the response is sealed: its sample has ended")
+
+    def _extend_run(self, length: int, version: int) -> None:
+        stop = (self._run_stops[-1] if self._run_stops else 0) + length
+        if self._run_versions and self._run_versions[-1] == version:
+            self._run_stops[-1] = stop
+        else:
+            self._run_stops.append(stop)
+            self._run_versions.append(version)
+        if version != CONTEXT_VERSION:
+            self._last_version = version
+
+
+def token_column(ids: Iterable[int]) -> array[int]:
+    """Packs token ids as int32.
+
+    Raises:
+        ValueError: An id is negative or does not fit; the message has its position and value.
+        TypeError: An id is no integer.
+    """
+    if isinstance(ids, str | bytes | bytearray):
+        raise TypeError(f"ids must be integers, got {type(ids).__name__}")
+    try:
+        column = array("i", ids)
+    except OverflowError:
+        raise ValueError(f"an id does not fit 32 bits: {max(ids, key=abs)}") from None
+    if column and min(column) < 0:
+        at = next(i for i, v in enumerate(column) if v < 0)
+        raise ValueError(f"ids[{at}] must be >= 0, got {column[at]}")
+    return column
+
+
+def _view(column: array[int] | array[float], sealed: bool) -> memoryview[int]:
+    # An exported view would forbid the array to grow, so a live response gives a copy away.
+    return memoryview(column if sealed else column[:]).toreadonly()
+
+
+def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for version in versions:
+        if version < 0:
+            raise ValueError(f"a version must be >= 0, got {version}")
+        if runs and runs[-1][1] == version:
+            runs[-1] = (runs[-1][0] + 1, version)
+        else:
+            runs.append((1, version))
+    return runs

@@ -1,0 +1,251 @@
+"""What others implement: controllers, tokenizers, judgers, instruments.
+
+All are protocols, so an adapter needs no base class of ours. `Instrument` has one for convenience.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from enum import Enum
+from os import PathLike
+from types import TracebackType
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+from attrs import field, frozen
+from attrs.validators import in_
+
+from ._attempt import Attempt as Attempt
+from ._attempt import FinishReason as FinishReason
+from ._checks import whole
+from ._records import Batch, Group, Message, Sample, Verdict
+
+__all__ = [
+    "Attempt",
+    "Capabilities",
+    "FinishReason",
+    "InferenceController",
+    "Instrument",
+    "Judger",
+    "JudgerLike",
+    "PauseMode",
+    "SamplingField",
+    "Tokenizer",
+    "VerdictLike",
+    "WeightSource",
+]
+
+
+class PauseMode(Enum):
+    """What happens to the turns in flight when the engine pauses.
+
+    Attributes:
+        ABORT: The server is asked to abort and returns the partials; each turn keeps its own, waits at the gate
+            and goes on from there with what remains of its budget.
+    """
+
+    ABORT = "abort"
+
+
+SamplingField = Literal[
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed"
+]
+
+
+@frozen(kw_only=True)
+class Capabilities:
+    """What a controller can do; known once it was entered.
+
+    Attributes:
+        vocab_size: Ids are in `range(vocab_size)`; checked on every token that arrives.
+        max_context: Most tokens of prompt and response together.
+        logprobs: `"processed"` if logprobs are of the distribution that was sampled from, `"raw"` if they are from
+            before temperature and filters.
+        stop_token_ids: Ids that end a turn by themselves: the model's end-of-sequence ids.
+        sampling: Sampling fields that a single attempt may set to something else than their default.
+        fixed: Sampling fields that the controller can only serve with one value, and that value.
+        version_spans: Whether it reports the weight version of each token, so that one attempt may have several.
+    """
+
+    vocab_size: int = field(validator=whole(1))
+    max_context: int = field(validator=whole(2))
+    logprobs: Literal["raw", "processed"] = field(
+        default="processed", validator=in_(("raw", "processed"))
+    )
+    stop_token_ids: frozenset[int] = field(default=frozenset(), converter=frozenset)
+    sampling: frozenset[SamplingField] = field(default=frozenset(), converter=frozenset)
+    fixed: Mapping[SamplingField, Any] = field(factory=dict[SamplingField, Any])
+    version_spans: bool = False
+
+
+WeightSource: TypeAlias = "Mapping[str, Any] | str | PathLike[str] | Callable[[], Awaitable[None]]"
+"""Where new weights come from: a state dict, a directory, or a callable that moves them itself."""
+
+
+class InferenceController(Protocol):
+    """The policy's server, or several. An async context manager that the engine enters and leaves.
+
+    The engine calls `generate` many times at once, and everything else one at a time. It closes its gate before it
+    calls `abort`, `pause` or `update_weights`, so no new request comes in between.
+    """
+
+    async def __aenter__(self) -> Any:
+        """Opens it; `capabilities` are known afterwards."""
+        ...
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> bool | None:
+        """Closes it: no request, task or connection is left. The engine gives it `exit_grace` seconds."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        ...
+
+    async def generate(self, attempt: Attempt) -> None:
+        """Continues `attempt.prompt_ids`.
+
+        Commits whatever arrives with `attempt.commit`, at once and synchronously, and returns after
+        `attempt.finish`. An abort is an ordinary finish.
+
+        Cancellation: tells the server, drops the request and returns soon; what was committed stays.
+
+        Raises:
+            InferenceError: The server failed. What was committed before is not used.
+        """
+        ...
+
+    async def abort(self, ids: Collection[str] | None) -> None:
+        """Asks the server to end attempts early; their `generate` calls return with the partial.
+
+        Args:
+            ids: Ids of the attempts, or `None` for all. Unknown and finished ones are ignored.
+
+        Returns when the request is sent, not when it took effect; may be called again for the same ids.
+
+        Cancellation: may leave some unasked.
+        """
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Returns once no forward pass can run, until `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Lets forward passes run again. Idempotent."""
+        ...
+
+    async def update_weights(self, source: WeightSource, version: int) -> None:
+        """Loads new weights; called only while paused. Nothing cached under older weights is used afterwards.
+
+        Raises:
+            WeightUpdateFailed: Says which weights the policy holds now. Any other error means that nobody knows.
+        """
+        ...
+
+    async def version(self) -> int | None:
+        """Returns the weight version that the server itself reports; `None` if it keeps none."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Turns text and chat messages into ids and back.
+
+    Rendering and encoding may be slow: the engine calls `render` of prompts in a worker thread.
+    """
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Ids that end a turn of the assistant; the first thing looked for at a turn's end."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of raw text, without special tokens added."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids, without special tokens."""
+        ...
+
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None
+    ) -> list[int]:
+        """Returns the ids of a conversation up to where the assistant is to go on, by the chat template, once."""
+        ...
+
+    def render_suffix(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        closed: bool,
+    ) -> list[int] | None:
+        """Returns what follows an assistant turn when `messages` (none of the assistant) come after it.
+
+        The suffix goes up to where the assistant is to go on. It begins with the template's end of the assistant
+        turn unless `closed`: then the turn ended with a stop token that stands for it.
+
+        Returns:
+            The ids, or `None` where the template has no such suffix, because it rewrites what came before.
+        """
+        ...
+
+
+VerdictLike: TypeAlias = "Verdict | float | Mapping[str, Any]"
+"""What a judger may answer: a `Verdict`, a number (bool and numpy or torch scalars too), or a mapping with `score`."""
+
+
+@runtime_checkable
+class Judger(Protocol):
+    """Turns a completed sample into a verdict. `judge` may be sync (runs in a worker thread) or async."""
+
+    def judge(self, sample: Sample, /) -> VerdictLike | Awaitable[VerdictLike]:
+        """Returns the verdict.
+
+        Cancellation: a sync one can't be stopped; its thread is given up, named and counted.
+        """
+        ...
+
+
+JudgerLike: TypeAlias = "Judger | Callable[[Sample], VerdictLike | Awaitable[VerdictLike]]"
+"""A `Judger`, or just such a function."""
+
+
+class Instrument:
+    """Hears what the engine does. Override what you need.
+
+    All methods are called synchronously on the event loop, right after the fact. Keep them short. One that raises is
+    taken out and the error is logged.
+    """
+
+    def group_started(self, task: str, visit: int) -> None:
+        """A group began."""
+
+    def group_ended(self, group: Group, outcome: str) -> None:
+        """A group's members have all ended; `outcome` is `"ready"`, `"waiting"`, or the reason it was dropped."""
+
+    def turn_started(self, attempt: Attempt) -> None:
+        """A request goes to the server."""
+
+    def turn_ended(self, attempt: Attempt) -> None:
+        """A request came back, failed or was cut; the attempt says which."""
+
+    def sample_ended(self, sample: Sample) -> None:
+        """A sample was frozen."""
+
+    def gate_closed(self, in_flight: int) -> None:
+        """A pause began, with that many turns at the server."""
+
+    def paused(self, quiet_seconds: float) -> None:
+        """The pause's block is entered: no forward pass can run."""
+
+    def gate_opened(self, version: int) -> None:
+        """Production goes on."""
+
+    def batch_delivered(self, batch: Batch) -> None:
+        """A batch was handed to the trainer."""
