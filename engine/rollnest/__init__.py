@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from ._attempt import Attempt as Attempt
 from ._attempt import FinishReason as FinishReason
+from ._blocking import BlockingEngine as BlockingEngine
+from ._blocking import BlockingPause as BlockingPause
+from ._engine import Engine as Engine
+from ._loops import AgentLoop as AgentLoop
+from ._loops import SingleTurnLoop as SingleTurnLoop
 from ._options import Capacity as Capacity
 from ._options import Limits as Limits
 from ._options import Sampling as Sampling
+from ._pause import Pause as Pause
 from ._records import Batch as Batch
 from ._records import BatchStatistics as BatchStatistics
 from ._records import Failure as Failure
@@ -21,5 +27,14 @@ from ._records import Turn as Turn
 from ._records import Verdict as Verdict
 from ._response import CONTEXT_VERSION as CONTEXT_VERSION
 from ._response import Response as Response
+from ._rollout import Context as Context
+from ._rollout import Rollout as Rollout
+from ._statistics import EngineStatistics as EngineStatistics
+from ._statistics import TaskStatistics as TaskStatistics
+from ._strategies import AsyncStrategy as AsyncStrategy
+from ._strategies import ProduceStrategy as ProduceStrategy
+from ._strategies import Production as Production
+from ._strategies import SyncStrategy as SyncStrategy
+from ._task import TaskSpec as TaskSpec
 from .abc import Capabilities as Capabilities
 from .abc import PauseMode as PauseMode

@@ -85,7 +85,7 @@ class Attempt:
 
     def __init__(
         self,
-        prompt_ids: Iterable[int],
+        prompt_ids: Iterable[int] | memoryview[int],
         *,
         max_tokens: int,
         sampling: Sampling,
@@ -97,7 +97,12 @@ class Attempt:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
         self.id = uuid4().hex
-        self.prompt_ids: memoryview[int] = memoryview(token_column(prompt_ids)).toreadonly()
+        # A view is packed and checked already: a long prompt is not looked through again for every turn.
+        self.prompt_ids: memoryview[int] = (
+            prompt_ids
+            if isinstance(prompt_ids, memoryview)
+            else memoryview(token_column(prompt_ids)).toreadonly()
+        )
         self.max_tokens = max_tokens
         self.sampling = sampling
         self.affinity = affinity

@@ -71,6 +71,14 @@ def _prompt_ids(value: Iterable[int] | None) -> tuple[int, ...] | None:
     return None if value is None else tuple(value)
 
 
+def _groups(value: Iterable[Group]) -> tuple[Group, ...]:
+    return tuple(value)
+
+
+def _samples(value: Iterable[Sample]) -> tuple[Sample, ...]:
+    return tuple(value)
+
+
 def _check_messages(_: Any, attribute: Attribute[Any], value: Sequence[object] | None) -> None:
     for i, message in enumerate(value or ()):
         role = cast("Message", message).get("role") if isinstance(message, Mapping) else None
@@ -200,6 +208,11 @@ class Turn:
     def response(self) -> Response:
         """The turn's part of the response: ids, logprobs, versions."""
         return self._response[self.start : self.stop]
+
+    @property
+    def message(self) -> Message:
+        """The turn as a chat message of the assistant; give it back to `chat` as it is."""
+        return {"role": "assistant", "content": self.text or ""}
 
     @property
     def ids(self) -> memoryview[int]:
@@ -347,7 +360,7 @@ class Group:
     prompt: Prompt = field(repr=lambda prompt: repr(prompt.uid))
     visit: int = field(validator=whole(0))
     samples: tuple[Sample, ...] = field(
-        converter=tuple, validator=deep_iterable(instance_of(Sample)), repr=_count
+        converter=_samples, validator=deep_iterable(instance_of(Sample)), repr=_count
     )
 
     def __attrs_post_init__(self) -> None:
@@ -464,7 +477,7 @@ class Batch:
 
     index: int
     version: int
-    groups: tuple[Group, ...] = field(repr=_count)
+    groups: tuple[Group, ...] = field(converter=_groups, repr=_count)
     tasks: Mapping[str, BatchStatistics] = field(repr=_names)
     statistics: BatchStatistics = field(repr=False)
     short: bool = False

@@ -65,6 +65,16 @@ class Response:
         return _view(self._ids, self._sealed)
 
     @property
+    def packed_ids(self) -> array[int]:
+        """The live column of ids itself, for reading at once; not to be kept."""
+        return self._ids
+
+    @property
+    def last_id(self) -> int | None:
+        """The last token's id; `None` if there is none."""
+        return self._ids[-1] if self._ids else None
+
+    @property
     def logprobs(self) -> memoryview[float]:
         """Logprob of each token when it was sampled, float32; 0.0 where the policy did not sample it."""
         # The cast pair tells the type checker what the array's own format already says.

@@ -1,0 +1,163 @@
+"""The engine for ordinary synchronous code: its event loop runs in a thread of its own.
+
+A batch changes hands in one step: the loop's thread puts it into a one-place hand-over, the caller takes it out.
+So a Ctrl-C between the two loses nothing; the next call returns that batch first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import wait
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from ._pause import Pause
+from ._records import Batch
+from ._statistics import EngineStatistics
+from .abc import PauseMode, WeightSource
+from .errors import EndOfPrompts, EngineClosed
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+
+__all__ = ["BlockingEngine", "BlockingPause"]
+
+T = TypeVar("T")
+
+
+class BlockingEngine:
+    """`Engine`'s calls without `await`; a context manager, made by `Engine.blocking`.
+
+    One thread may use it. A Ctrl-C interrupts the call that waits, cancels it in the engine, and loses nothing.
+    """
+
+    def __init__(self, engine: Engine, backend: str) -> None:
+        self._engine = engine
+        self._backend = backend
+        self._portal: BlockingPortal | None = None
+        self._handed_over: deque[Batch] = deque()
+        self._exits = ExitStack()
+
+    def __enter__(self) -> BlockingEngine:
+        """Starts the event loop's thread and enters the engine; raises what `Engine.__aenter__` raises."""
+        with ExitStack() as exits:
+            self._portal = exits.enter_context(start_blocking_portal(self._backend))
+            exits.enter_context(self._portal.wrap_async_context_manager(self._engine))
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        """Leaves the engine and ends the thread."""
+        try:
+            return self._exits.__exit__(exc_type, exc, traceback)
+        finally:
+            self._portal = None
+
+    @property
+    def version(self) -> int:
+        """The policy's weight version."""
+        return self._engine.version
+
+    def next_batch(self, n: int | None = None) -> Batch:
+        """Waits for a batch; see `Engine.next_batch`. One that a Ctrl-C kept from being returned comes first."""
+        if not self._handed_over:
+            self._call(lambda: self._take(n))
+        return self._handed_over.popleft()
+
+    def batches(self, n: int | None = None) -> Iterator[Batch]:
+        """Iterates over batches until the prompts end."""
+        while True:
+            try:
+                batch = self.next_batch(n)
+            except EndOfPrompts:
+                return
+            yield batch
+
+    def commit(self, batch: Batch) -> None:
+        """See `Engine.commit`."""
+
+        async def commit() -> None:
+            self._engine.commit(batch)
+
+        self._call(commit)
+
+    @contextmanager
+    def paused(
+        self, mode: PauseMode = PauseMode.ABORT, *, grace: float = 5.0
+    ) -> Iterator[BlockingPause]:
+        """A block in which no forward pass of the policy runs; see `Engine.paused`."""
+        portal = self._running()
+        context = portal.call(partial(self._engine.paused, mode, grace=grace))
+        with portal.wrap_async_context_manager(context) as pause:
+            yield BlockingPause(self, pause)
+
+    def statistics(self) -> EngineStatistics:
+        """See `Engine.statistics`."""
+
+        async def read() -> EngineStatistics:
+            return self._engine.statistics()
+
+        return self._call(read)
+
+    def _running(self) -> BlockingPortal:
+        if self._portal is None:
+            raise EngineClosed("the engine was not entered: use `with engine.blocking() as engine`")
+        return self._portal
+
+    async def _take(self, n: int | None) -> None:
+        self._handed_over.append(await self._engine.next_batch(n))
+
+    def _call(self, function: Callable[[], Awaitable[T]]) -> T:
+        future = self._running().start_task_soon(function)
+        try:
+            return future.result()
+        finally:
+            if not future.done():  # interrupted: the call must not go on behind the caller's back
+                future.cancel()
+                wait([future])
+
+    def __repr__(self) -> str:
+        return f"<blocking {self._engine!r}>"
+
+
+class BlockingPause:
+    """`Pause`'s calls without `await`."""
+
+    def __init__(self, engine: BlockingEngine, pause: Pause) -> None:
+        self._engine = engine
+        self._pause = pause
+
+    @property
+    def quiet_seconds(self) -> float:
+        """From entering `paused` to the controller's confirmation."""
+        return self._pause.quiet_seconds
+
+    @property
+    def turns_in_flight(self) -> int:
+        """Turns that were at the server when the gate closed."""
+        return self._pause.turns_in_flight
+
+    def update_weights(self, source: WeightSource, version: int | None = None) -> None:
+        """See `Pause.update_weights`."""
+        self._engine._call(lambda: self._pause.update_weights(source, version))
+
+    def published(self, version: int) -> None:
+        """See `Pause.published`."""
+
+        async def publish() -> None:
+            self._pause.published(version)
+
+        self._engine._call(publish)
+
+    def __repr__(self) -> str:
+        return f"<blocking {self._pause!r}>"

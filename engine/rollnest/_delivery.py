@@ -1,0 +1,108 @@
+"""Takes batches out of the tables: shares, expiry, short ends, the ledger of what was handed over. Synchronous.
+
+Taking is all or nothing: either every task's share is there and the batch is made, or nothing changes but that
+groups which became too old have expired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ._allocation import Allocation, Shares
+from ._records import Batch, BatchStatistics
+from ._statistics import Reading, batch_statistics
+from ._table import GroupTable, Row
+from .errors import EndOfPrompts
+
+__all__ = ["Delivery"]
+
+
+class Delivery:
+    """Hands batches to the trainer.
+
+    Attributes:
+        batches: Batches handed over so far.
+        uncommitted: Batches that the trainer has not committed yet, by index.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, GroupTable],
+        allocation: Allocation,
+        readings: Callable[[], Mapping[str, Reading]],
+        is_exhausted: Callable[[str], bool],
+    ) -> None:
+        self.batches = 0
+        self.uncommitted: dict[int, Batch] = {}
+        self._tables = tables
+        self._allocation = allocation
+        self._readings = readings
+        self._before = readings()
+        self._is_exhausted = is_exhausted
+        self._plan: tuple[int, frozenset[str], Shares] | None = None
+
+    def plan(self, groups: int) -> Shares:
+        """The tasks' shares of the next batch: the same answer until the batch is taken or a task ends."""
+        live = frozenset(
+            name for name, t in self._tables.items() if t.ready or not self._is_exhausted(name)
+        )
+        if self._plan is None or self._plan[:2] != (groups, live):
+            self._plan = groups, live, self._allocation.plan(groups, set(live))
+        return self._plan[2]
+
+    def ready(self, groups: int) -> int:
+        """How many groups of the next batch are ready."""
+        shares = self.plan(groups).groups
+        return sum(min(n, self._tables[name].ready) for name, n in shares.items())
+
+    def take(self, groups: int, version: int) -> Batch | None:
+        """Takes the next batch if it is complete, or as complete as it will ever be.
+
+        Returns:
+            The batch, or `None` if groups are missing that will still come.
+
+        Raises:
+            EndOfPrompts: Nothing is left, and nothing will come.
+        """
+        for table in self._tables.values():
+            table.expire(version)
+        shares = self.plan(groups)
+        missing = [n for n, share in shares.groups.items() if self._tables[n].ready < share]
+        if not all(self._is_exhausted(name) for name in missing):
+            return None
+        rows = {name: self._tables[name].take(share) for name, share in shares.groups.items()}
+        taken = sum(map(len, rows.values()))
+        if not taken:
+            raise EndOfPrompts("every task's prompts are used up and delivered")
+        self._allocation.settle(shares)
+        self._plan = None
+        self.batches += 1
+        batch = self._batch(rows, version, short=taken < groups)
+        self.uncommitted[batch.index] = batch
+        return batch
+
+    def commit(self, index: int) -> None:
+        """Forgets a batch that was trained."""
+        self.uncommitted.pop(index, None)
+
+    def _batch(self, rows: Mapping[str, Sequence[Row]], version: int, *, short: bool) -> Batch:
+        before, now = self._before, self._readings()
+        self._before = now
+
+        def describe(names: Sequence[str]) -> BatchStatistics:
+            return batch_statistics(
+                [row for name in names for row in rows[name]],
+                version,
+                [self._tables[name] for name in names],
+                [before[name] for name in names],
+                [now[name] for name in names],
+            )
+
+        return Batch(
+            index=self.batches,
+            version=version,
+            groups=[row.members for taken in rows.values() for row in taken],
+            tasks={name: describe([name]) for name in rows},
+            statistics=describe(list(rows)),
+            short=short,
+        )

@@ -1,0 +1,613 @@
+"""The engine: owns everything that runs, and is the only owner.
+
+    engine's task group
+        controller          entered first, left last, in a task of its own
+        production          one scope, cancelled when the block is left or the engine breaks
+            producer per task
+                group
+                    member
+
+Nothing outside cancels production: the block's end does, in its first synchronous step. So every cancellation
+takes one path, and what it cuts settles in the table before the controller is closed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from enum import Enum
+from functools import partial
+from types import TracebackType
+
+from anyio import CancelScope, Event, create_task_group, current_time, get_cancelled_exc_class
+from anyio.abc import TaskGroup, TaskStatus
+from anyio.lowlevel import checkpoint
+from attrs import frozen
+
+from ._allocation import Allocation
+from ._attempt import TokenCounters
+from ._bell import Bell
+from ._blocking import BlockingEngine
+from ._checks import check_real, check_whole
+from ._continuation import check_training
+from ._delivery import Delivery
+from ._gate import Gate
+from ._group import GroupRunner
+from ._instruments import Instruments
+from ._judging import Judging
+from ._options import Capacity
+from ._pause import Pause, PauseContext
+from ._producer import Producer
+from ._records import Batch
+from ._rollout import RolloutServices
+from ._sampler import Sampler
+from ._slots import Slots
+from ._statistics import EngineStatistics, Reading, TaskStatistics, read
+from ._table import GroupTable
+from ._task import TaskSpec
+from ._workers import Workers
+from .abc import InferenceController, Instrument, PauseMode, Tokenizer
+from .errors import EndOfPrompts, EngineBroken, EngineBusy, EngineClosed, Starved
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger("rollnest")
+
+
+class _State(Enum):
+    NEW = "new"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+@frozen(eq=False)
+class _Parts:
+    """What an entered engine is made of."""
+
+    gate: Gate
+    workers: Workers
+    producers: Mapping[str, Producer]
+    counters: Mapping[str, TokenCounters]
+    delivery: Delivery
+
+
+class Engine:
+    """Turns prompts into judged, train-ready batches while its block is open.
+
+        async with Engine(controller, [task], batch_size=64) as engine:
+            batch = await engine.next_batch()
+            async with engine.paused() as pause:
+                await pause.update_weights(train(batch))
+
+    Args:
+        controller: The policy. The engine enters and leaves it.
+        tasks: One data source, or several with different names.
+        batch_size: Groups of a batch; required by strategies that run ahead.
+        tokenizer: For prompts and appends that are text or messages, and to decode turns.
+        capacity: How much runs at once.
+        control_timeout: Seconds that one control call of the controller (pause, resume) may take.
+        exit_grace: Seconds at the end of the block for closing the controller, and for worker threads.
+        version: Weight version that the policy starts with.
+        seed: Of shuffles, `rollout.random` and derived sampling seeds.
+        instruments: Hear what happens.
+
+    Raises:
+        ValueError: An option has a value that can't be.
+        TypeError: An option has the wrong type.
+
+    Errors of the block's body leave it as they are, never inside an exception group. A failure of the engine itself
+    arrives as one `EngineBroken`, at the next call or when the block is left.
+    """
+
+    def __init__(
+        self,
+        controller: InferenceController,
+        tasks: TaskSpec | Sequence[TaskSpec],
+        *,
+        batch_size: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        capacity: Capacity = Capacity(),  # noqa: B008  (frozen)
+        control_timeout: float = 30.0,
+        exit_grace: float = 5.0,
+        version: int = 0,
+        seed: int = 0,
+        instruments: Sequence[Instrument] = (),
+    ) -> None:
+        specs = _check_tasks(tasks, batch_size)
+        if batch_size is not None:
+            check_whole("batch_size", batch_size, 1)
+        check_real("control_timeout", control_timeout, 0, open_below=True)
+        check_real("exit_grace", exit_grace, 0)
+        check_whole("version", version, 0)
+        check_whole("seed", seed, 0)
+        self._controller = controller
+        self._specs = specs
+        self._batch_size = batch_size
+        self._tokenizer = tokenizer
+        self._capacity = capacity
+        self._control_timeout = control_timeout
+        self._exit_grace = exit_grace
+        self._first_version = version
+        self._seed = seed
+        self._instruments = Instruments(instruments)
+        self._state = _State.NEW
+        self._causes: list[BaseException] = []
+        self._broken = ""
+        self._consuming = False
+        self._pausing = False
+        self._parts: _Parts | None = None
+
+    # The block
+
+    async def __aenter__(self) -> Engine:
+        """Enters the controller and starts production.
+
+        Raises:
+            UnsupportedSampling: The controller can't honour a task's sampling.
+            EngineClosed: The engine was entered before.
+
+        Cancellation: whatever was opened is closed again.
+        """
+        if self._state is not _State.NEW:
+            raise EngineClosed("an engine is entered once; make another")
+        self._state = _State.OPEN
+        self._production = CancelScope(shield=True)
+        self._production_over = Event()
+        self._ready = Bell()
+        self._group: TaskGroup = create_task_group()
+        await self._group.__aenter__()
+        try:
+            await self._group.start(self._host_controller, name="rollnest controller")
+            self._parts = parts = self._assemble()
+            self._group.start_soon(self._host_production, parts, name="rollnest production")
+        except BaseException as error:
+            self._production_over.set()  # production never began, so nobody else would say so
+            await self._leave(error)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        """Cancels production, waits until everything has settled, and closes the controller.
+
+        Raises:
+            EngineBroken: The engine broke, and the body left normally.
+        """
+        return await self._leave(exc)
+
+    async def _leave(self, exc: BaseException | None) -> bool:
+        self._state = _State.CLOSED
+        self._production.cancel()
+        try:
+            with self._ready:
+                traceback = None if exc is None else exc.__traceback__
+                swallowed = await self._group.__aexit__(
+                    None if exc is None else type(exc), exc, traceback
+                )
+        except BaseExceptionGroup as group:
+            # Python re-raises the body's own error once we return: it is never seen inside a group.
+            foreign = [e for e in _leaves(group) if e is not exc and not _is_cancellation(e)]
+            if exc is None or foreign:
+                raise (foreign or [group])[0] from None
+            return False
+        if exc is None:
+            self._check_whole()
+        return bool(swallowed)
+
+    async def _host_controller(self, *, task_status: TaskStatus[None]) -> None:
+        """Keeps the controller open until production is over."""
+        with CancelScope() as lifetime:
+            try:
+                async with self._controller:
+                    # From here on only production's end, and then `exit_grace`, end it.
+                    lifetime.shield = True
+                    task_status.started()
+                    await self._production_over.wait()
+                    lifetime.deadline = current_time() + self._exit_grace
+            except Exception as error:
+                if not lifetime.shield:
+                    raise  # it did not open: the error belongs to whoever enters the engine
+                self._break("the controller failed", error)
+        if lifetime.cancelled_caught:
+            _log.warning("the controller did not close within %s s", self._exit_grace)
+
+    async def _host_production(self, parts: _Parts) -> None:
+        """Runs the producers until the block is left or the engine breaks."""
+        try:
+            with self._production:
+                async with create_task_group() as producers:
+                    for name, producer in parts.producers.items():
+                        producers.start_soon(producer.run, name=f"producer {name}")
+        except Exception as error:
+            self._break("production failed", error)
+        finally:
+            with CancelScope(shield=True):  # bounded by `exit_grace`
+                await parts.workers.drain(self._exit_grace)
+            self._production_over.set()
+
+    # What a trainer calls
+
+    @property
+    def version(self) -> int:
+        """The policy's weight version."""
+        return self._first_version if self._parts is None else self._parts.gate.version
+
+    async def next_batch(self, n: int | None = None, *, wait_in_pause: bool = False) -> Batch:
+        """Waits until `n` groups over all tasks are ready, and takes them.
+
+        Args:
+            n: Groups; `None` is the engine's `batch_size`.
+            wait_in_pause: Whether to wait if the gate is closed now; for a consumer in a task of its own. Otherwise
+                a call inside `paused()` takes what is ready, or raises.
+
+        Returns:
+            The batch, oldest groups first. It is short once, when the prompts end. Taking it commits the one before.
+
+        Raises:
+            EndOfPrompts: Every task's prompts are used up and delivered.
+            Starved: Too many groups of a task in a row were unusable; the next call goes on.
+            EngineBusy: Another call waits already; or the gate is closed and too few groups are ready.
+            EngineBroken: The engine can't go on.
+            EngineClosed: The block is not open.
+            ValueError: `n` is below 1, or missing where the engine has no `batch_size`.
+
+        Cancellation: nothing is taken. Taking is the last step and has no await after it.
+        """
+        n = self._batch_size if n is None else n
+        if n is None:
+            raise ValueError("n must be given where the engine has no batch_size, got None")
+        check_whole("n", n, 1)
+        await checkpoint()
+        parts = self._usable()
+        if self._consuming:
+            raise EngineBusy("next_batch() is waiting already; only one call at a time")
+        if parts.gate.closed and not wait_in_pause:
+            batch = parts.delivery.take(n, parts.gate.version)
+            if batch is None:
+                ready = parts.delivery.ready(n)
+                raise EngineBusy(
+                    f"the gate is closed, and {ready} of {n} groups are ready", ready=ready, asked=n
+                )
+            return self._handed_over(parts, batch)
+        self._consuming = True
+        try:
+            while True:
+                batch = parts.delivery.take(n, parts.gate.version)
+                if batch is not None:
+                    return self._handed_over(parts, batch)
+                self._demand(parts, parts.delivery.plan(n).groups)
+                _check_starved(parts.producers)
+                await self._ready.wait()
+                self._usable()
+        finally:
+            self._consuming = False
+            self._demand(parts, {})
+
+    def batches(self, n: int | None = None) -> AsyncIterator[Batch]:
+        """Iterates over batches until the prompts end; each step is a `next_batch(n)`."""
+        return _Batches(self, n)
+
+    def commit(self, batch: Batch) -> None:
+        """Says that a batch was trained, so that the engine need not keep it. Idempotent.
+
+        Raises:
+            ValueError: The engine has not handed this batch over.
+        """
+        parts = self._entered()
+        if not 1 <= batch.index <= parts.delivery.batches:
+            raise ValueError(
+                f"batch {batch.index} was not handed over; the last one was {parts.delivery.batches}"
+            )
+        parts.delivery.commit(batch.index)
+
+    def paused(
+        self, mode: PauseMode = PauseMode.ABORT, *, grace: float = 5.0
+    ) -> AbstractAsyncContextManager[Pause]:
+        """A block in which no forward pass of the policy runs.
+
+            async with engine.paused() as pause:
+                await pause.update_weights(model.state_dict())
+
+        The gate closes at once; turns in flight are brought to rest, at most `grace` seconds; the controller confirms,
+        within `control_timeout`. Then the block begins. Afterwards production goes on.
+
+        Args:
+            mode: What happens to the turns in flight.
+            grace: Seconds until turns that have not ended are cut; they keep what they received.
+
+        Raises:
+            PauseFailed: The controller did not confirm. Production goes on with the old weights.
+            EngineBusy: Another pause is on.
+            EngineBroken: The weights are unknown (an update failed or was cancelled), or the controller won't resume.
+            EngineClosed: The engine's block is not open.
+
+        Cancellation: on the way in, production goes on with the old weights. Inside `update_weights`, the engine breaks.
+        A cancellation or an error that leaves the block is never replaced by another.
+        """
+        parts = self._usable()
+        return PauseContext(
+            mode,
+            grace,
+            gate=parts.gate,
+            controller=self._controller,
+            control_timeout=self._control_timeout,
+            instruments=self._instruments,
+            claim=self._claim_pause,
+            release=self._release_pause,
+            break_engine=self._break,
+        )
+
+    def statistics(self) -> EngineStatistics:
+        """Returns where everything is now. Works after the block too."""
+        parts = self._entered()
+        return EngineStatistics(
+            version=parts.gate.version,
+            batches=parts.delivery.batches,
+            turns_in_flight=len(parts.gate.in_flight),
+            pauses=parts.gate.epoch,
+            pause_seconds=parts.gate.closed_seconds,
+            abandoned_threads=len(parts.workers.abandoned),
+            tasks={
+                name: _task_statistics(producer, parts.counters[name])
+                for name, producer in parts.producers.items()
+            },
+        )
+
+    def blocking(self, backend: str = "asyncio") -> BlockingEngine:
+        """Returns a context manager for ordinary synchronous code; the engine runs in a thread of its own.
+
+            with Engine(controller, tasks, batch_size=64).blocking() as engine:
+                batch = engine.next_batch()
+
+        Args:
+            backend: `"asyncio"` or `"trio"`.
+        """
+        return BlockingEngine(self, backend)
+
+    def __repr__(self) -> str:
+        tasks = ", ".join(spec.name for spec in self._specs)
+        state = f"broken: {self._broken}" if self._broken else self._state.value
+        return f"<Engine {state}, v{self.version}, tasks {tasks}>"
+
+    # How it works
+
+    def _assemble(self) -> _Parts:
+        """Builds everything once the controller's capabilities are known."""
+        capabilities = self._controller.capabilities
+        for spec in self._specs:
+            check_training(spec.sampling, capabilities)
+            if spec.sampling.stop and self._tokenizer is None:
+                raise ValueError(
+                    f"task {spec.name!r}: stop={spec.sampling.stop!r} needs a tokenizer"
+                )
+        gate = Gate(version=self._first_version, slots=Slots(self._capacity.turns))
+        workers = Workers()
+        judge_slots, tool_slots = Slots(self._capacity.judges), Slots(self._capacity.tools)
+        allocation = Allocation({spec.name: spec.weight for spec in self._specs})
+        counters = {spec.name: TokenCounters() for spec in self._specs}
+        producers: dict[str, Producer] = {}
+        for spec in self._specs:
+            table = GroupTable(spec.name, max_staleness=spec.strategy.max_staleness)
+            services = RolloutServices(
+                task=spec.name,
+                controller=self._controller,
+                gate=gate,
+                tokenizer=self._tokenizer,
+                workers=workers,
+                tool_slots=tool_slots,
+                counters=counters[spec.name],
+                instruments=self._instruments,
+                sampling=spec.sampling,
+                limits=spec.limits,
+                max_response_tokens=spec.max_response_tokens,
+                max_context=min(
+                    spec.max_context or capabilities.max_context, capabilities.max_context
+                ),
+                stop_token_ids=capabilities.stop_token_ids
+                | (self._tokenizer.stop_token_ids if self._tokenizer else frozenset()),
+                seed=self._seed,
+            )
+            judging = None if spec.judger is None else Judging(
+                spec.judger, gate=gate, slots=judge_slots, workers=workers, limit=spec.limits.judge
+            )
+            producers[spec.name] = Producer(
+                spec,
+                table=table,
+                sampler=Sampler(
+                    spec.name,
+                    spec.prompts,
+                    epochs=spec.epochs,
+                    shuffle=spec.shuffle,
+                    seed=self._seed,
+                ),
+                gate=gate,
+                runner=GroupRunner(
+                    spec,
+                    table=table,
+                    services=services,
+                    judging=judging,
+                    is_cancelled=lambda: self._production.cancel_called,
+                    on_settled=partial(self._settled, spec.name),
+                ),
+                share=(
+                    None
+                    if self._batch_size is None
+                    else self._batch_size * allocation.fraction(spec.name)
+                ),
+                on_exhausted=self._ready.ring,
+            )
+
+        def readings() -> dict[str, Reading]:
+            return {
+                name: read(
+                    producer.table,
+                    counters[name],
+                    producer.runner.produced_samples,
+                    gate.closed_seconds,
+                )
+                for name, producer in producers.items()
+            }
+
+        delivery = Delivery(
+            {name: producer.table for name, producer in producers.items()},
+            allocation,
+            readings,
+            lambda name: producers[name].exhausted,
+        )
+        return _Parts(gate, workers, producers, counters, delivery)
+
+    def _settled(self, task: str) -> None:
+        """A group of a task has ended: a batch may be complete, and there may be room for another."""
+        self._ready.ring()
+        self._entered().producers[task].bell.ring()
+
+    def _demand(self, parts: _Parts, shares: Mapping[str, int]) -> None:
+        for name, producer in parts.producers.items():
+            producer.demand = shares.get(name, 0)
+            producer.bell.ring()
+
+    def _handed_over(self, parts: _Parts, batch: Batch) -> Batch:
+        # Without a checkpoint to go back to, the trainer's next call says that it is done with the batch before.
+        for index in [i for i in parts.delivery.uncommitted if i < batch.index]:
+            parts.delivery.commit(index)
+        self._instruments.tell("batch_delivered", batch)
+        for producer in parts.producers.values():
+            producer.bell.ring()
+        return batch
+
+    def _claim_pause(self) -> None:
+        self._usable()
+        if self._pausing:
+            raise EngineBusy("paused() is on already; only one at a time")
+        self._pausing = True
+
+    def _release_pause(self) -> None:
+        self._pausing = False
+        for producer in self._entered().producers.values():
+            producer.bell.ring()
+        self._ready.ring()
+
+    def _break(self, why: str, cause: BaseException) -> None:
+        """Ends production for good; what is in flight settles. Every call raises from now on."""
+        causes = list(_leaves(cause))
+        self._broken = self._broken or f"{why}: {causes[0]}"
+        self._causes.extend(causes)
+        _log.error("the engine is broken: %s", why, exc_info=cause)
+        self._production.cancel()
+        self._ready.ring()
+
+    def _entered(self) -> _Parts:
+        if self._parts is None:
+            raise EngineClosed("the engine was not entered: use `async with engine`")
+        return self._parts
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise EngineBroken(self._broken, causes=self._causes) from self._causes[0]
+
+    def _usable(self) -> _Parts:
+        parts = self._entered()
+        self._check_whole()
+        if self._state is _State.CLOSED:
+            raise EngineClosed("the engine's block was left")
+        return parts
+
+
+class _Batches:
+    """Iterates over an engine's batches; no generator, so nothing is left open when a loop is left early."""
+
+    def __init__(self, engine: Engine, n: int | None) -> None:
+        self._engine = engine
+        self._n = n
+
+    def __aiter__(self) -> _Batches:
+        return self
+
+    async def __anext__(self) -> Batch:
+        try:
+            return await self._engine.next_batch(self._n)
+        except EndOfPrompts:
+            raise StopAsyncIteration from None
+
+
+def _check_tasks(
+    tasks: TaskSpec | Sequence[TaskSpec], batch_size: int | None
+) -> tuple[TaskSpec, ...]:
+    specs = (tasks,) if isinstance(tasks, TaskSpec) else tuple(tasks)
+    if not specs:
+        raise ValueError(f"tasks must hold at least one TaskSpec, got {tasks!r}")
+    seen: set[str] = set()
+    for spec in specs:
+        if not isinstance(spec, TaskSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"tasks must be TaskSpec objects, got {spec!r}")
+        if spec.name in seen:
+            raise ValueError(f"tasks holds two tasks named {spec.name!r}")
+        seen.add(spec.name)
+        if spec.strategy.needs_batch_size and batch_size is None:
+            raise ValueError(
+                f"batch_size is required: task {spec.name!r} runs ahead with {spec.strategy!r}"
+            )
+    if not any(spec.weight for spec in specs):
+        raise ValueError("weight is 0 for every task; at least one must be above 0")
+    return specs
+
+
+def _check_starved(producers: Mapping[str, Producer]) -> None:
+    for name, producer in producers.items():
+        if producer.demand > producer.table.ready and producer.starved:
+            reasons = dict(producer.table.dropped_in_a_row)
+            producer.table.dropped_in_a_row.clear()  # the next call starts counting anew
+            listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            raise Starved(
+                f"task {name!r}: {sum(reasons.values())} groups in a row were unusable ({listed})"
+                f"{_last_failure(producer)}",
+                task=name,
+                reasons=reasons,
+            )
+
+
+def _last_failure(producer: Producer) -> str:
+    failure = producer.table.last_failure
+    return "" if failure is None else f"; the last one: {failure.message}"
+
+
+def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatistics:
+    table = producer.table
+    parked = sum(s.policy_tokens for row in table.parked for s in row.members.samples)
+    held = table.delivered_tokens + table.dropped_tokens + parked + producer.runner.live_tokens
+    return TaskStatistics(
+        drawn=table.drawn,
+        redrawn=table.redrawn,
+        delivered=table.delivered,
+        ready=table.ready,
+        waiting=table.waiting,
+        flight=len(table.flight),
+        dropped=dict(table.dropped),
+        expired=table.expired,
+        produced_samples=producer.runner.produced_samples,
+        tokens_committed=counters.committed,
+        tokens_in_records=held,
+        tokens_discarded=counters.discarded + table.discarded_tokens,
+        tokens_late=counters.late,
+        tokens_rejected=counters.rejected,
+        resumed_turns=counters.resumed_turns,
+        unseen_turns=counters.unseen_turns,
+    )
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """The errors in a group, flat; an error that is no group itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for member in error.exceptions:
+            yield from _leaves(member)
+    else:
+        yield error
+
+
+def _is_cancellation(error: BaseException) -> bool:
+    return isinstance(error, get_cancelled_exc_class())

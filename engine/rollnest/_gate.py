@@ -1,0 +1,183 @@
+"""The gate: lets turns through while the policy may be used, and knows which are through.
+
+It closes and opens synchronously. A turn registers in the same step in which it sees the gate open, so no
+pause can miss one; after waking, and after waiting for a slot, it looks at the gate again, because the next
+pause may already be on. What a turn brought is what stands in its attempt, never what a scope says.
+
+Limits count only while the gate is open: they stop when it closes and go on when it opens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+
+from anyio import CancelScope, Event, current_time
+
+from ._attempt import Attempt
+from ._slots import Slots
+from .errors import InferenceError
+
+__all__ = ["Gate", "Limit"]
+
+
+class Gate:
+    """Lets turns through while the policy may be used.
+
+    Attributes:
+        version: The policy's weight version.
+        epoch: How often the gate was closed so far.
+        closed: Whether turns have to wait.
+        closed_seconds: Time it was closed, pauses that are over.
+    """
+
+    def __init__(self, *, version: int, slots: Slots) -> None:
+        self.version = version
+        self.epoch = 0
+        self.closed = False
+        self.closed_seconds = 0.0
+        self._closed_since = 0.0
+        self._slots = slots
+        self._opened = Event()
+        self._in_flight: dict[str, tuple[Attempt, CancelScope]] = {}
+        self._until_quiet: CancelScope | None = None
+        self._limits: set[Limit] = set()
+
+    @property
+    def in_flight(self) -> list[Attempt]:
+        """Attempts that are through and not back."""
+        return [attempt for attempt, _ in self._in_flight.values()]
+
+    def close(self) -> None:
+        """From now on no turn starts, and limits stand still."""
+        self.closed = True
+        self.epoch += 1
+        self._closed_since = current_time()
+        for limit in self._limits:
+            limit.stop()
+
+    def open(self) -> None:
+        """Lets every waiting turn through."""
+        self.closed = False
+        self.closed_seconds += current_time() - self._closed_since
+        for limit in self._limits:
+            limit.go()
+        opened, self._opened = self._opened, Event()
+        opened.set()
+
+    async def pass_through(
+        self,
+        build: Callable[[], Attempt],
+        generate: Callable[[Attempt], Awaitable[None]],
+        limit: AbstractContextManager[None],
+    ) -> Attempt:
+        """Waits until the policy may be used, then runs one attempt.
+
+        Args:
+            build: Makes the attempt, synchronously, once the gate is passed.
+            generate: Runs it.
+            limit: Entered around `generate` only, so that waiting costs a turn nothing.
+
+        Returns:
+            The attempt, finished; or cut by `cut`, then without a finish reason.
+
+        Cancellation: while waiting nothing happened; later the attempt keeps what it received, and is closed.
+
+        Raises:
+            InferenceError: The controller returned without finishing the attempt; or what it raised.
+            TimeoutError: The limit is over.
+        """
+        while True:
+            while self.closed:
+                await self._opened.wait()
+            async with self._slots:
+                if self.closed:  # a pause began while this turn waited for its slot
+                    continue
+                attempt = build()
+                scope = CancelScope()
+                self._in_flight[attempt.id] = attempt, scope
+                try:
+                    with limit, scope:
+                        await generate(attempt)
+                finally:
+                    attempt.close()
+                    del self._in_flight[attempt.id]
+                    if not self._in_flight and self._until_quiet is not None:
+                        self._until_quiet.cancel()
+                if attempt.finish_reason is None and not scope.cancel_called:
+                    raise InferenceError("the controller returned without finishing the attempt")
+                return attempt
+
+    @contextmanager
+    def until_quiet(self) -> Iterator[None]:
+        """A scope that ends as soon as no turn is in flight."""
+        with CancelScope() as scope:
+            self._until_quiet = scope
+            if not self._in_flight:
+                scope.cancel()
+            try:
+                yield
+            finally:
+                self._until_quiet = None
+
+    def cut(self) -> None:
+        """Ends every turn in flight at once; each keeps what it received."""
+        for _, scope in self._in_flight.values():
+            scope.cancel()
+
+    def limit(self, seconds: float | None) -> AbstractContextManager[None]:
+        """A limit in seconds with the gate open; may be entered again to go on where it stopped."""
+        return nullcontext() if seconds is None else Limit(self, seconds)
+
+    def enter_limit(self, limit: Limit) -> None:
+        """Registers a running limit, so that closing the gate stops it."""
+        self._limits.add(limit)
+        if not self.closed:
+            limit.go()
+
+    def leave_limit(self, limit: Limit) -> None:
+        """Takes a limit out."""
+        if not self.closed:
+            limit.stop()
+        self._limits.discard(limit)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<Gate {state}, v{self.version}, {len(self._in_flight)} turns in flight>"
+
+
+class Limit:
+    """Raises `TimeoutError` in its block after so many seconds with the gate open."""
+
+    def __init__(self, gate: Gate, seconds: float) -> None:
+        self._gate = gate
+        self._left = seconds
+        self._scope = CancelScope()
+
+    def go(self) -> None:
+        """Lets the time run."""
+        self._scope.deadline = current_time() + self._left
+
+    def stop(self) -> None:
+        """Lets the time stand still."""
+        self._left = self._scope.deadline - current_time()
+        self._scope.deadline = math.inf
+
+    def __enter__(self) -> None:
+        self._scope = CancelScope()
+        self._gate.enter_limit(self)
+        self._scope.__enter__()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        self._gate.leave_limit(self)
+        swallowed = self._scope.__exit__(exc_type, exc, traceback)
+        if self._scope.cancelled_caught:
+            raise TimeoutError
+        return swallowed

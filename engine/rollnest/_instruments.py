@@ -1,0 +1,37 @@
+"""Tells instruments what happened; one that raises is taken out, and the run goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from .abc import Instrument
+
+__all__ = ["Instruments"]
+
+_log = logging.getLogger("rollnest")
+
+
+class Instruments:
+    """Calls only what an instrument overrides, so hooks that nobody uses cost one lookup."""
+
+    def __init__(self, instruments: Sequence[Instrument]) -> None:
+        for instrument in instruments:
+            if not isinstance(instrument, Instrument):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"instruments must be Instrument objects, got {instrument!r}")
+        self._listeners: dict[str, list[Instrument]] = {}
+        for hook in (name for name in vars(Instrument) if not name.startswith("_")):
+            self._listeners[hook] = [
+                i for i in instruments if getattr(type(i), hook) is not getattr(Instrument, hook)
+            ]
+
+    def tell(self, hook: str, *args: Any) -> None:
+        """Calls one hook of every instrument that has it."""
+        for instrument in self._listeners[hook][:]:
+            try:
+                getattr(instrument, hook)(*args)
+            except Exception:
+                # Watching must not change what is watched; the log has the traceback.
+                self._listeners[hook].remove(instrument)
+                _log.exception("instrument %r raised in %s and is taken out", instrument, hook)

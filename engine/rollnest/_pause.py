@@ -1,0 +1,240 @@
+"""Pausing: from an open gate to a policy that nobody uses, and back, whatever happens in between.
+
+The order, and why: the gate closes first, in the step in which `paused` is entered, so no turn can start any
+more. Then the server is asked to abort, again and again by id, because a request in transit is missed by an
+abort-all. What is still open after `grace` is cut; it keeps what it received. Only then the controller is asked
+to pause, and only its confirmation lets the block begin (I10).
+
+On the way out the weights decide: known ones let production go on, unknown ones break the engine, and the gate
+stays closed for ever. A cancellation or an error that leaves the block is never replaced by one of ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+
+from anyio import current_time, fail_after, move_on_after, sleep
+from anyio.lowlevel import checkpoint
+
+from ._checks import check_real, check_whole
+from ._gate import Gate
+from ._instruments import Instruments
+from .abc import InferenceController, PauseMode, WeightSource
+from .errors import EngineBroken, EngineBusy, PauseFailed, WeightsState, WeightUpdateFailed
+
+__all__ = ["Pause", "PauseContext"]
+
+_log = logging.getLogger("rollnest")
+
+_FIRST_AGAIN = 0.05  # seconds until the first abort by id; doubled each time
+_RESUME_TRIES = 3
+
+
+class Pause:
+    """What can be done while the policy is paused.
+
+    Attributes:
+        quiet_seconds: From entering `paused` to the controller's confirmation.
+        turns_in_flight: Turns that were at the server when the gate closed.
+    """
+
+    def __init__(self, gate: Gate, controller: InferenceController) -> None:
+        self._gate = gate
+        self._controller = controller
+        self._open = False
+        self.weights = WeightsState.OLD
+        self.quiet_seconds = 0.0
+        self.turns_in_flight = len(gate.in_flight)
+
+    async def update_weights(self, source: WeightSource, version: int | None = None) -> None:
+        """Loads new weights into the policy.
+
+        Args:
+            source: A state dict, a directory, or an async callable that moves them itself.
+            version: Their version, above the present one; `None` is the next.
+
+        Raises:
+            ValueError: The version does not rise.
+            WeightUpdateFailed: They did not load, or the server reports another version afterwards.
+
+        Cancellation: nobody knows then what the policy holds, so leaving the block breaks the engine.
+        """
+        version = self._next(version)
+        before, self.weights = self.weights, WeightsState.UNKNOWN
+        try:
+            await self._controller.update_weights(source, version)
+            reported = await self._controller.version()
+        except WeightUpdateFailed as error:
+            # Old means: as before this call, which may have been an earlier call's new weights.
+            self.weights = before if error.weights is WeightsState.OLD else error.weights
+            if error.weights is WeightsState.NEW:
+                self._gate.version = version
+            raise
+        if reported is not None and reported != version:
+            raise WeightUpdateFailed(
+                f"the server reports version {reported} after an update to {version}",
+                weights=WeightsState.UNKNOWN,
+            )
+        self._publish(version)
+
+    def published(self, version: int) -> None:
+        """Says that the trainer has moved new weights into the policy itself.
+
+        Raises:
+            ValueError: The version does not rise.
+        """
+        self._publish(self._next(version))
+
+    def _publish(self, version: int) -> None:
+        self._gate.version = version
+        self.weights = WeightsState.NEW
+
+    def _next(self, version: int | None) -> int:
+        if not self._open:
+            raise EngineBusy("weights can only change inside the paused() block")
+        if version is None:
+            return self._gate.version + 1
+        check_whole("version", version, 0)
+        if version <= self._gate.version:
+            raise ValueError(f"version must rise: {version} after {self._gate.version}")
+        return version
+
+    def __repr__(self) -> str:
+        state = f"quiet after {self.quiet_seconds * 1e3:.1f} ms" if self._open else "over"
+        return f"<Pause {state}, v{self._gate.version}, weights {self.weights.value}>"
+
+
+class PauseContext:
+    """`async with engine.paused() as pause`."""
+
+    def __init__(
+        self,
+        mode: PauseMode,
+        grace: float,
+        *,
+        gate: Gate,
+        controller: InferenceController,
+        control_timeout: float,
+        instruments: Instruments,
+        claim: Callable[[], None],
+        release: Callable[[], None],
+        break_engine: Callable[[str, BaseException], None],
+    ) -> None:
+        if not isinstance(mode, PauseMode):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"mode must be a PauseMode, got {mode!r}")
+        check_real("grace", grace, 0)
+        self._mode = mode
+        self._grace = grace
+        self._gate = gate
+        self._controller = controller
+        self._control_timeout = control_timeout
+        self._instruments = instruments
+        self._claim = claim
+        self._release = release
+        self._break_engine = break_engine
+        self._pause: Pause | None = None
+
+    async def __aenter__(self) -> Pause:
+        self._claim()
+        started = current_time()
+        pause = Pause(self._gate, self._controller)
+        self._gate.close()
+        self._instruments.tell("gate_closed", pause.turns_in_flight)
+        try:
+            await self._quiet()
+            await self._confirm()
+            await checkpoint()
+        except BaseException as error:
+            # Nothing was changed: the old weights serve on, whatever kept the pause from coming about.
+            await self._leave(error)
+            raise
+        pause.quiet_seconds = current_time() - started
+        pause._open = True
+        self._pause = pause
+        self._instruments.tell("paused", pause.quiet_seconds)
+        return pause
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pause, self._pause = self._pause, None
+        if pause is None:
+            raise RuntimeError("the paused() block is left without having been entered")
+        pause._open = False
+        if pause.weights is WeightsState.UNKNOWN:
+            cause = exc if exc is not None else RuntimeError("an update of the weights failed")
+            self._break_engine("nobody knows which weights the policy holds", cause)
+            self._release()
+            if exc is None:
+                raise EngineBroken("nobody knows which weights the policy holds", causes=[cause])
+            return
+        await self._leave(exc)
+
+    async def _quiet(self) -> None:
+        """Brings the turns in flight to rest, within `grace`."""
+        gate = self._gate
+        if gate.in_flight:
+            with move_on_after(self._grace), gate.until_quiet():
+                await self._abort(None)
+                again = _FIRST_AGAIN
+                while True:
+                    await sleep(again)
+                    await self._abort([attempt.id for attempt in gate.in_flight])
+                    again *= 2
+            gate.cut()
+            with gate.until_quiet():
+                await sleep(self._control_timeout)
+                raise PauseFailed(
+                    f"{len(gate.in_flight)} turns did not end within {self._control_timeout} s of being cancelled"
+                )
+
+    async def _abort(self, ids: list[str] | None) -> None:
+        try:
+            await self._controller.abort(ids)
+        except Exception:
+            # Asked again soon, and cut after `grace`: whether the server stops is for pause() to confirm.
+            _log.warning("the controller's abort() failed", exc_info=True)
+
+    async def _confirm(self) -> None:
+        try:
+            with fail_after(self._control_timeout):
+                await self._controller.pause(self._mode)
+        except TimeoutError as error:
+            raise PauseFailed(
+                f"the controller did not confirm the pause within {self._control_timeout} s"
+            ) from error
+        except Exception as error:
+            raise PauseFailed(f"the controller did not pause: {error}") from error
+
+    async def _leave(self, leaving: BaseException | None) -> None:
+        """Lets production go on; a controller that can't breaks the engine."""
+        try:
+            failure = await self._resume()
+            if failure is None:
+                self._gate.open()
+                self._instruments.tell("gate_opened", self._gate.version)
+                return
+            broken = f"the controller did not resume: {failure}"
+            self._break_engine(broken, failure)
+            if leaving is None:
+                raise EngineBroken(broken, causes=[failure])
+        finally:
+            self._release()
+
+    async def _resume(self) -> Exception | None:
+        """Resumes the controller, whatever is being cancelled, within `control_timeout`."""
+        failure: Exception = TimeoutError(f"no answer within {self._control_timeout} s")
+        with move_on_after(self._control_timeout, shield=True):
+            for _ in range(_RESUME_TRIES):
+                try:
+                    await self._controller.resume()
+                except Exception as error:
+                    failure = error
+                else:
+                    return None
+        return failure

@@ -1,0 +1,109 @@
+"""Starts the groups of one task, and owns them: they are children of its task group.
+
+It wakes when something changed, asks the strategy how many groups may start, and draws them: rows that wait
+first, then fresh prompts. Before every draw it looks whether it is cancelled, so nothing is drawn in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from anyio import create_task_group
+from anyio.lowlevel import checkpoint_if_cancelled
+
+from ._bell import Bell
+from ._gate import Gate
+from ._group import GroupRunner
+from ._sampler import Sampler
+from ._strategies import Production
+from ._table import GroupTable, Row
+from ._task import TaskSpec
+
+__all__ = ["Producer"]
+
+
+class Producer:
+    """The producer of one task.
+
+    Attributes:
+        spec: What the user said.
+        table: The task's rows.
+        runner: Runs its groups.
+        bell: Rung when room may have appeared.
+        demand: The task's share of the batch that a `next_batch` waits for; 0 if none waits.
+    """
+
+    def __init__(
+        self,
+        spec: TaskSpec,
+        *,
+        table: GroupTable,
+        sampler: Sampler,
+        gate: Gate,
+        runner: GroupRunner,
+        share: float | None,
+        on_exhausted: Callable[[], None],
+    ) -> None:
+        self.spec = spec
+        self.table = table
+        self.runner = runner
+        self.bell = Bell()
+        self.demand = 0
+        self._sampler = sampler
+        self._gate = gate
+        self._share = share
+        self._on_exhausted = on_exhausted
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no group will become ready any more."""
+        table = self.table
+        return self._sampler.exhausted and not table.flight and not table.waiting
+
+    @property
+    def starved(self) -> bool:
+        """Whether too many groups in a row were unusable."""
+        share = max(1.0, self.demand if self._share is None else self._share)
+        return self.table.dropped_in_a_row.total() >= self.spec.starve_after * share
+
+    @property
+    def room(self) -> int:
+        """How many groups may start now."""
+        if self._gate.closed or self.starved:
+            return 0
+        return self.spec.strategy.room(
+            Production(
+                lacking=max(0, self.demand - self.table.ready),
+                flight=len(self.table.flight),
+                ready=self.table.ready,
+                share=self.demand if self._share is None else self._share,
+            )
+        )
+
+    async def run(self) -> None:
+        """Starts groups for ever.
+
+        Cancellation: its groups are cancelled and settle; it returns when the last has ended.
+        """
+        with self.bell:
+            async with create_task_group() as groups:
+                while True:
+                    while self.room > 0:
+                        await checkpoint_if_cancelled()
+                        row = self._draw()
+                        if row is None:
+                            self._on_exhausted()
+                            break
+                        groups.start_soon(
+                            self.runner.run, row, name=f"group {self.spec.name}/{row.visit}"
+                        )
+                    await self.bell.wait()
+
+    def _draw(self) -> Row | None:
+        row = self.table.redraw()
+        if row is None and (prompt := self._sampler.draw()) is not None:
+            row = self.table.draw(prompt)
+        return row
+
+    def __repr__(self) -> str:
+        return f"<Producer of {self.spec.name!r}: room for {self.room}, {self.table!r}>"

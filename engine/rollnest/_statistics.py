@@ -1,0 +1,191 @@
+"""Figures of batches and of the run. Counters only rise; a batch's figures are differences of two readings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from attrs import field, frozen
+
+from ._attempt import TokenCounters
+from ._records import BatchStatistics, Group
+from ._table import GroupTable, Row
+
+__all__ = ["EngineStatistics", "Reading", "TaskStatistics", "batch_statistics", "read"]
+
+
+@frozen(kw_only=True)
+class TaskStatistics:
+    """Where the groups and tokens of one task are, since the engine began.
+
+    `drawn == delivered + ready + waiting + flight + sum(dropped.values())`, always.
+
+    Attributes:
+        drawn: Prompt visits.
+        redrawn: Times a waiting group was drawn again.
+        delivered: Groups handed to the trainer.
+        ready: Groups that wait for a batch.
+        waiting: Groups that wait to be drawn again.
+        flight: Groups in flight.
+        dropped: Groups dropped, by reason.
+        expired: Times a group became too old.
+        produced_samples: Samples that completed.
+        tokens_committed: Tokens recorded in attempts.
+        tokens_in_records: Of those, in delivered, dropped, ready, waiting and live groups now.
+        tokens_discarded: Of those, taken out again: of expired members, of failed requests, past a stop string.
+        tokens_late: Tokens that came after their attempt was given up.
+        tokens_rejected: Tokens of unusable answers, or beyond a cap.
+        resumed_turns: Turns that went on from a partial.
+        unseen_turns: Attempts that were cut without a reply.
+    """
+
+    drawn: int
+    redrawn: int
+    delivered: int
+    ready: int
+    waiting: int
+    flight: int
+    dropped: Mapping[str, int]
+    expired: int
+    produced_samples: int
+    tokens_committed: int
+    tokens_in_records: int
+    tokens_discarded: int
+    tokens_late: int
+    tokens_rejected: int
+    resumed_turns: int
+    unseen_turns: int
+
+    @property
+    def tokens_lost(self) -> int:
+        """Committed tokens that are nowhere; 0, or the engine has a bug."""
+        return self.tokens_committed - self.tokens_in_records - self.tokens_discarded
+
+
+@frozen(kw_only=True)
+class EngineStatistics:
+    """Where everything is, since the engine began.
+
+    Attributes:
+        version: The policy's weight version.
+        batches: Batches delivered.
+        turns_in_flight: Turns at the server now.
+        pauses: How often the gate was closed.
+        pause_seconds: Time it was closed, pauses that are over.
+        abandoned_threads: Worker threads that nobody waits for any more and that still run.
+        tasks: Figures of each task.
+    """
+
+    version: int
+    batches: int
+    turns_in_flight: int
+    pauses: int
+    pause_seconds: float
+    abandoned_threads: int
+    tasks: Mapping[str, TaskStatistics] = field(repr=False)
+
+    def total(self, name: str) -> int:
+        """Returns a figure of `TaskStatistics` summed over the tasks."""
+        counts: list[int] = [getattr(task, name) for task in self.tasks.values()]
+        return sum(counts)
+
+
+@frozen
+class Reading:
+    """The counters that a batch's figures are differences of."""
+
+    dropped: Mapping[str, int]
+    expired: int
+    produced_samples: int
+    produced_tokens: int
+    late: int
+    rejected: int
+    discarded: int
+    resumed_turns: int
+    unseen_turns: int
+    pause_seconds: float
+
+
+def read(
+    table: GroupTable, tokens: TokenCounters, produced_samples: int, pause_seconds: float
+) -> Reading:
+    """Reads the counters of one task."""
+    return Reading(
+        dict(table.dropped),
+        table.expired,
+        produced_samples,
+        tokens.committed,
+        tokens.late,
+        tokens.rejected,
+        tokens.discarded + table.discarded_tokens,
+        tokens.resumed_turns,
+        tokens.unseen_turns,
+        pause_seconds,
+    )
+
+
+def batch_statistics(
+    rows: Sequence[Row],
+    version: int,
+    tables: Sequence[GroupTable],
+    before: Sequence[Reading],
+    now: Sequence[Reading],
+) -> BatchStatistics:
+    """Describes groups of one or several tasks; over several, percentiles are of the union."""
+    groups = [row.members for row in rows]
+    samples = [sample for group in groups for sample in group.samples]
+    segments = [segment for sample in samples for segment in sample.segments]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    policy_tokens = sum(sample.policy_tokens for sample in samples)
+    seconds = sorted(row.seconds for row in rows)
+    dropped: Counter[str] = Counter()
+    for reading in now:
+        dropped.update(reading.dropped)
+    for reading in before:
+        dropped.subtract(reading.dropped)
+
+    def rise(name: str) -> int:
+        return sum(getattr(r, name) for r in now) - sum(getattr(r, name) for r in before)
+
+    return BatchStatistics(
+        groups=len(groups),
+        samples=len(samples),
+        policy_tokens=policy_tokens,
+        context_tokens=sum(map(len, segments)) - policy_tokens,
+        longest_response=max((sum(map(len, s.segments)) for s in samples), default=0),
+        truncated=sum(sample.truncated for sample in samples),
+        reward_mean=sum(rewards) / len(rewards) if rewards else None,
+        reward_min=min(rewards, default=None),
+        reward_max=max(rewards, default=None),
+        unscored=len(samples) - len(rewards),
+        zero_variance_share=(
+            sum(_has_no_spread(group) for group in groups) / len(groups) if rewards else None
+        ),
+        lag_histogram=dict(sorted(Counter(sample.lag(version) for sample in samples).items())),
+        group_seconds_mean=sum(seconds) / len(seconds) if seconds else None,
+        group_seconds_p50=_percentile(seconds, 0.5),
+        group_seconds_p99=_percentile(seconds, 0.99),
+        ready=sum(table.ready for table in tables),
+        waiting=sum(table.waiting for table in tables),
+        flight=sum(len(table.flight) for table in tables),
+        dropped={reason: count for reason, count in dropped.items() if count},
+        expired=rise("expired"),
+        produced_samples=rise("produced_samples"),
+        produced_tokens=rise("produced_tokens"),
+        tokens_late=rise("late"),
+        tokens_rejected=rise("rejected"),
+        tokens_discarded=rise("discarded"),
+        resumed_turns=rise("resumed_turns"),
+        unseen_turns=rise("unseen_turns"),
+        # The gate is every task's: the union's pause is that of any one.
+        pause_seconds=now[0].pause_seconds - before[0].pause_seconds,
+    )
+
+
+def _has_no_spread(group: Group) -> bool:
+    return len(set(group.rewards)) == 1
+
+
+def _percentile(values: Sequence[float], share: float) -> float | None:
+    """Nearest rank on sorted values; `None` without any."""
+    return values[min(int(len(values) * share), len(values) - 1)] if values else None

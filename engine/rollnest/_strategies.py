@@ -1,0 +1,90 @@
+"""How many groups a task may start now: pure arithmetic on what is live.
+
+Admission counts live groups, never totals since the start, so it can neither drift nor deadlock: what a waiting
+`next_batch` lacks is always admitted. It only saves waste; the staleness bound is enforced when a batch is taken.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Protocol
+
+from attrs import field, frozen
+
+from ._checks import real, whole
+
+__all__ = ["AsyncStrategy", "Production", "ProduceStrategy", "SyncStrategy"]
+
+
+@frozen
+class Production:
+    """What one task has going.
+
+    Attributes:
+        lacking: Groups that a waiting `next_batch` still lacks, of those not yet ready.
+        flight: Groups in flight.
+        ready: Groups that are ready.
+        share: The task's share of a batch in the long run, in groups; a fraction is possible.
+    """
+
+    lacking: int
+    flight: int
+    ready: int
+    share: float
+
+
+class ProduceStrategy(Protocol):
+    """Says how many groups may start."""
+
+    @property
+    def max_staleness(self) -> int:
+        """Most versions between a delivered sample's oldest trainable token and the policy's."""
+        ...
+
+    @property
+    def needs_batch_size(self) -> bool:
+        """Whether it runs ahead of `next_batch`, and so has to know the batch's size beforehand."""
+        ...
+
+    def room(self, production: Production) -> int:
+        """Returns how many groups may start now, >= 0."""
+        ...
+
+
+@frozen(kw_only=True)
+class SyncStrategy:
+    """Starts exactly what the waiting `next_batch` still lacks.
+
+    Attributes:
+        max_staleness: Most versions of lag in a delivered sample.
+    """
+
+    max_staleness: int = field(default=0, validator=whole(0))
+    needs_batch_size: bool = field(default=False, init=False, repr=False)
+
+    def room(self, production: Production) -> int:
+        """See `ProduceStrategy.room`."""
+        return max(0, production.lacking - production.flight)
+
+
+@frozen(kw_only=True)
+class AsyncStrategy:
+    """Runs ahead while the trainer trains.
+
+    Keeps `flight + ready` below `(1 + lead) * share`.
+
+    Attributes:
+        max_staleness: Most versions of lag in a delivered sample; older groups expire and are drawn again.
+        lead: How many batches to run ahead of the one the trainer waits for; `None` is as many as can still be
+            fresh enough, `max_staleness`.
+    """
+
+    max_staleness: int = field(default=1, validator=whole(0))
+    lead: float | None = field(default=None, validator=real(0, optional=True))
+    needs_batch_size: bool = field(default=True, init=False, repr=False)
+
+    def room(self, production: Production) -> int:
+        """See `ProduceStrategy.room`."""
+        lead = self.max_staleness if self.lead is None else self.lead
+        ahead = ceil((1 + lead) * production.share) - production.flight - production.ready
+        return max(0, ahead, production.lacking - production.flight)

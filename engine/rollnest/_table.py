@@ -1,0 +1,247 @@
+"""The group table: every visit of a prompt and where it stands. The one truth of the engine.
+
+A row changes state in one plain method, never across an `await`:
+
+    drawn -> FLIGHT -> READY -> DELIVERED -> committed
+                    -> WAITING -> FLIGHT        (expired or aborted: drawn again before fresh prompts)
+                    -> DROPPED(reason)
+
+Streams and bells only say that something changed here. Invariants: I7 (drawn = delivered + ready + waiting +
+dropped + flight), I8 (delivered at most once), I9 (nothing delivered lags more than its task allows).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from enum import Enum
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from ._records import Failure, Group, Prompt, Sample, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["EXPIRED", "GroupTable", "Row", "RowState"]
+
+EXPIRED = "expired"
+"""Why a group was dropped that had become too old again and again."""
+
+
+class RowState(Enum):
+    """Where a group visit stands."""
+
+    FLIGHT = "flight"
+    READY = "ready"
+    WAITING = "waiting"
+    DELIVERED = "delivered"
+    DROPPED = "dropped"
+
+
+class Row:
+    """One visit of one prompt.
+
+    Attributes:
+        prompt: What is asked.
+        visit: Number of the visit in its task.
+        state: Where it stands.
+        kept: Members of an earlier run that are still good, by index.
+        group: The frozen members, once they have all ended.
+        expiries: How often it became too old.
+        seconds: Time from its start to its end, over all runs.
+    """
+
+    __slots__ = ("expiries", "group", "kept", "prompt", "seconds", "state", "visit")
+
+    def __init__(self, prompt: Prompt, visit: int) -> None:
+        self.prompt = prompt
+        self.visit = visit
+        self.state = RowState.FLIGHT
+        self.kept: dict[int, Sample] = {}
+        self.group: Group | None = None
+        self.expiries = 0
+        self.seconds = 0.0
+
+    @property
+    def members(self) -> Group:
+        """The frozen members; the row must have ended a run."""
+        if self.group is None:
+            raise RuntimeError(f"{self!r} has no frozen members")
+        return self.group
+
+    def __repr__(self) -> str:
+        return f"<Row {self.prompt.uid!r} visit {self.visit}: {self.state.value}>"
+
+
+class GroupTable:
+    """The rows of one task.
+
+    Attributes:
+        flight: Rows in flight, by visit.
+        drawn: Visits so far.
+        redrawn: Times a waiting row was drawn again.
+        delivered: Visits delivered.
+        dropped: Visits dropped, by reason.
+        expired: Times a row became too old.
+        delivered_tokens: Policy tokens in delivered rows.
+        dropped_tokens: Policy tokens in dropped rows.
+        discarded_tokens: Policy tokens of members that were taken out of a row.
+        dropped_in_a_row: Reasons of the rows dropped since the last one became ready.
+        last_failure: Why the last failed row was dropped.
+    """
+
+    def __init__(self, task: str, *, max_staleness: int, retries: int = 3) -> None:
+        self.task = task
+        self.flight: dict[int, Row] = {}
+        self.drawn = 0
+        self.redrawn = 0
+        self.delivered = 0
+        self.dropped: Counter[str] = Counter()
+        self.expired = 0
+        self.delivered_tokens = 0
+        self.dropped_tokens = 0
+        self.discarded_tokens = 0
+        self.dropped_in_a_row: Counter[str] = Counter()
+        self.last_failure: Failure | None = None
+        self._max_staleness = max_staleness
+        self._retries = retries
+        self._ready: list[
+            tuple[int, int, Row]
+        ] = []  # a heap: oldest version first, then oldest visit
+        self._waiting: deque[Row] = deque()
+
+    @property
+    def ready(self) -> int:
+        """How many rows are ready."""
+        return len(self._ready)
+
+    @property
+    def waiting(self) -> int:
+        """How many rows wait to be drawn again."""
+        return len(self._waiting)
+
+    @property
+    def parked(self) -> Iterator[Row]:
+        """Ready and waiting rows."""
+        yield from (row for _, _, row in self._ready)
+        yield from self._waiting
+
+    def draw(self, prompt: Prompt) -> Row:
+        """Enters a fresh visit, in flight."""
+        row = Row(prompt, self.drawn)
+        self.drawn += 1
+        self.flight[row.visit] = row
+        return row
+
+    def redraw(self) -> Row | None:
+        """Puts the row that waited longest in flight again; `None` if none waits.
+
+        Members that are not complete are given up: they start anew.
+        """
+        if not self._waiting:
+            return None
+        row = self._waiting.popleft()
+        row.kept = {s.index: s for s in row.members.samples if s.status is Status.COMPLETED}
+        self.discarded_tokens += _tokens(row) - sum(s.policy_tokens for s in row.kept.values())
+        row.group = None
+        row.state = RowState.FLIGHT
+        self.flight[row.visit] = row
+        self.redrawn += 1
+        return row
+
+    def settle(self, row: Row, samples: Sequence[Sample], seconds: float) -> str:
+        """Ends a row's run, by what became of its members.
+
+        All completed: ready. Any unfinished: waiting. Else one has failed, and the group is dropped.
+
+        Returns:
+            `"ready"`, `"waiting"`, or the reason it was dropped.
+        """
+        del self.flight[row.visit]
+        row.kept = {}
+        row.seconds += seconds
+        row.group = group = Group(self.task, row.prompt, row.visit, samples)
+        match group.status:
+            case Status.COMPLETED:
+                row.state = RowState.READY
+                self.dropped_in_a_row.clear()
+                heappush(self._ready, (group.oldest_version or 0, row.visit, row))
+                return "ready"
+            case Status.FAILED:
+                self.last_failure = failure = next(
+                    s.failure for s in samples if s.failure is not None
+                )
+                self._drop(row, failure.kind)
+                return failure.kind
+            case _:
+                row.state = RowState.WAITING
+                self._waiting.append(row)
+                return "waiting"
+
+    def expire(self, version: int) -> int:
+        """Moves ready rows that lag too much to where they are drawn again; their fresh members are kept.
+
+        Returns:
+            How many expired.
+        """
+        count = 0
+        while self._ready and version - self._ready[0][0] > self._max_staleness:
+            row = heappop(self._ready)[2]
+            samples = [self._expire_sample(sample, version) for sample in row.members.samples]
+            row.group = Group(self.task, row.prompt, row.visit, samples)
+            row.expiries += 1
+            self.expired += 1
+            if row.expiries > self._retries:
+                self._drop(row, EXPIRED)
+            else:
+                row.state = RowState.WAITING
+                self._waiting.append(row)
+            count += 1
+        return count
+
+    def take(self, count: int) -> list[Row]:
+        """Delivers up to `count` ready rows, oldest first."""
+        rows = [heappop(self._ready)[2] for _ in range(min(count, len(self._ready)))]
+        for row in rows:
+            row.state = RowState.DELIVERED
+            self.delivered_tokens += _tokens(row)
+        self.delivered += len(rows)
+        return rows
+
+    def balance(self) -> None:
+        """Checks I7.
+
+        Raises:
+            AssertionError: The figures; something was lost or doubled.
+        """
+        dropped = self.dropped.total()
+        held = self.delivered + self.ready + self.waiting + dropped + len(self.flight)
+        if self.drawn != held:
+            raise AssertionError(
+                f"I7: task {self.task!r} drew {self.drawn}, but delivered {self.delivered} + ready "
+                f"{self.ready} + waiting {self.waiting} + dropped {dropped} + flight {len(self.flight)}"
+            )
+
+    def _drop(self, row: Row, reason: str) -> None:
+        row.state = RowState.DROPPED
+        self.dropped[reason] += 1
+        self.dropped_in_a_row[reason] += 1
+        self.dropped_tokens += _tokens(row)
+
+    def _expire_sample(self, sample: Sample, version: int) -> Sample:
+        if sample.lag(version) <= self._max_staleness:
+            return sample
+        return evolve(sample, status=Status.EXPIRED, verdict=None)
+
+    def __repr__(self) -> str:
+        return (
+            f"<GroupTable {self.task!r}: drawn {self.drawn}, flight {len(self.flight)}, ready {self.ready}, "
+            f"waiting {self.waiting}, delivered {self.delivered}, dropped {self.dropped.total()}>"
+        )
+
+
+def _tokens(row: Row) -> int:
+    return sum(sample.policy_tokens for sample in row.members.samples)

@@ -1,0 +1,111 @@
+"""What a user says about one data source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+from attrs import Attribute, Factory, field, frozen
+from attrs.validators import instance_of
+
+from ._checks import real, text, whole
+from ._loops import AgentLoop, SingleTurnLoop, as_loop
+from ._options import Limits, Sampling
+from ._records import Message, Prompt
+from ._strategies import ProduceStrategy, SyncStrategy
+from .abc import Judger, JudgerLike
+
+__all__ = ["PromptLike", "TaskSpec"]
+
+PromptLike: TypeAlias = "Prompt | str | Sequence[Message]"
+"""A `Prompt`, the text of one user message, or chat messages."""
+
+
+def _prompts(value: Sequence[PromptLike]) -> tuple[Prompt, ...]:
+    if isinstance(value, str | Mapping):
+        raise TypeError(f"prompts must be a sequence of prompts, got {value!r}")
+    return tuple(_prompt(item, index) for index, item in enumerate(value))
+
+
+def _prompt(item: PromptLike, index: int) -> Prompt:
+    if isinstance(item, Prompt):
+        return item
+    if isinstance(item, str):
+        return Prompt(str(index), messages=[{"role": "user", "content": item}])
+    if isinstance(item, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return Prompt(str(index), messages=cast("Sequence[Message]", item))
+    raise TypeError(f"prompts[{index}] must be a Prompt, a string or messages, got {item!r}")
+
+
+def _check_prompts(_: Any, attribute: Attribute[Any], value: tuple[Prompt, ...]) -> None:
+    if not value:
+        raise ValueError(f"{attribute.name} must not be empty")
+    seen: set[str] = set()
+    for prompt in value:
+        if prompt.uid in seen:
+            raise ValueError(f"{attribute.name} holds two prompts with the uid {prompt.uid!r}")
+        seen.add(prompt.uid)
+
+
+def _check_judger(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if not (value is None or isinstance(value, Judger) or callable(value)):
+        raise TypeError(
+            f"{attribute.name} must be a Judger, a function of a sample or None, got {value!r}"
+        )
+
+
+def _check_strategy(_: Any, attribute: Attribute[Any], value: Any) -> None:
+    if not callable(getattr(value, "room", None)):
+        raise TypeError(f"{attribute.name} must be a ProduceStrategy, got {value!r}")
+
+
+def _check_training_sampling(_: Any, attribute: Attribute[Any], value: Sampling) -> None:
+    if value.temperature == 0:
+        raise ValueError(
+            f"{attribute.name}.temperature must be > 0 to train, got 0 (greedy is for evaluation)"
+        )
+
+
+@frozen(eq=False)
+class TaskSpec:
+    """One data source: prompts, how they are answered, how the answers are judged.
+
+    Attributes:
+        name: Unique in the engine.
+        prompts: What to answer: `Prompt` objects, strings (one user message each) or message lists.
+        judger: Turns a completed sample into a verdict; `None` leaves samples unscored.
+        loop: How one sample is generated.
+        group_size: Samples of each prompt visit.
+        epochs: How often each prompt is visited; `None` is endlessly.
+        shuffle: Whether each epoch has a seeded order of its own.
+        sampling: How the policy samples.
+        max_response_tokens: Most tokens of a response, sampled and appended; `None` is what the context holds.
+        max_context: Most tokens of prompt and response; `None` is the controller's.
+        strategy: How many groups to start.
+        weight: Share of each batch, relative to the other tasks' weights; 0 switches the task off.
+        starve_after: After that many batch shares of unusable groups in a row, `next_batch` raises `Starved`.
+        limits: How long things may take.
+    """
+
+    name: str = field(validator=text)
+    prompts: Sequence[Prompt] = field(converter=_prompts, validator=_check_prompts, repr=False)
+    judger: JudgerLike | None = field(kw_only=True, validator=_check_judger)
+    loop: AgentLoop = field(default=Factory(SingleTurnLoop), kw_only=True, converter=as_loop)
+    group_size: int = field(default=8, kw_only=True, validator=whole(1))
+    epochs: int | None = field(default=None, kw_only=True, validator=whole(1, optional=True))
+    shuffle: bool = field(default=True, kw_only=True, validator=instance_of(bool))
+    sampling: Sampling = field(
+        default=Sampling(1024),
+        kw_only=True,
+        validator=[instance_of(Sampling), _check_training_sampling],
+    )
+    max_response_tokens: int | None = field(
+        default=None, kw_only=True, validator=whole(1, optional=True)
+    )
+    max_context: int | None = field(default=None, kw_only=True, validator=whole(2, optional=True))
+    strategy: ProduceStrategy = field(
+        default=SyncStrategy(), kw_only=True, validator=_check_strategy
+    )
+    weight: float = field(default=1.0, kw_only=True, validator=real(0))
+    starve_after: int = field(default=10, kw_only=True, validator=whole(1))
+    limits: Limits = field(default=Limits(), kw_only=True, validator=instance_of(Limits))

@@ -1,0 +1,144 @@
+"""Runs users' synchronous functions in worker threads, so that nothing they do can stall the event loop.
+
+A thread can't be cancelled. One whose waiter was cancelled is abandoned: it keeps its slot until it ends, and
+it is known by name until then. Threads that still run when the engine closes are waited for, then named.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from threading import Lock
+from typing import Any, TypeVar, TypeVarTuple
+
+from anyio import CapacityLimiter, Event, move_on_after, to_thread
+from anyio.lowlevel import current_token
+
+from ._slots import Slots
+
+__all__ = ["Workers", "set_clock_hold"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_ClockHold = Callable[[], AbstractContextManager[None]]
+_clock_hold: _ClockHold = nullcontext
+
+
+def set_clock_hold(hold: _ClockHold) -> None:
+    """The test kit's seam: a virtual clock must not jump while a thread works."""
+    global _clock_hold
+    _clock_hold = hold
+
+
+class Workers:
+    """The worker threads of one engine.
+
+    Attributes:
+        abandoned: Calls whose waiter has gone and whose thread still runs.
+    """
+
+    def __init__(self) -> None:
+        self.abandoned: set[_Call] = set()
+        self._all_ended = Event()
+        # Our slots bound the threads; anyio's own default of 40 would be a second, hidden bound.
+        self._threads = CapacityLimiter(math.inf)
+
+    async def run(self, name: str, slots: Slots, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Calls a function in a worker thread, within a slot.
+
+        Cancellation: returns at once; the thread runs on, keeps its slot and is counted in `abandoned`.
+        """
+        await slots.acquire()
+        call = _Call(name, slots, self)
+        try:
+            with _clock_hold():
+                return await to_thread.run_sync(
+                    partial(call.work, function, args),
+                    abandon_on_cancel=True,
+                    limiter=self._threads,
+                )
+        finally:
+            call.leave()
+
+    async def drain(self, grace: float) -> None:
+        """Waits for abandoned threads, at most `grace` seconds; warns of those that still run.
+
+        Warns:
+            RuntimeWarning: Names each call whose thread still runs.
+        """
+        with _clock_hold(), move_on_after(grace):
+            while self.abandoned:
+                self._all_ended = Event()
+                await self._all_ended.wait()
+        if self.abandoned:
+            names = ", ".join(sorted(call.name for call in self.abandoned))
+            warnings.warn(
+                f"{len(self.abandoned)} worker threads still run and can't be stopped: {names}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def reap(self, call: _Call) -> None:
+        """Takes an abandoned call out whose thread has ended."""
+        self.abandoned.discard(call)
+        call.slots.release()
+        if not self.abandoned:
+            self._all_ended.set()
+
+
+class _Call:
+    """One call: its slot is given back once, by whichever of waiter and thread leaves last."""
+
+    def __init__(self, name: str, slots: Slots, workers: Workers) -> None:
+        self.name = name
+        self.slots = slots
+        self._workers = workers
+        self._lock = Lock()
+        self._running = False
+        self._left = False
+        self._post = _poster()
+
+    def work(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+        """Runs in the thread."""
+        with self._lock:
+            if self._left:
+                raise RuntimeError("the waiter went before the thread began")  # nobody sees it
+            self._running = True
+        try:
+            return function(*args)
+        finally:
+            with self._lock:
+                self._running = False
+                abandoned = self._left
+            if abandoned:
+                self._post(self._workers.reap, self)
+
+    def leave(self) -> None:
+        """Called by the waiter when it goes, with a result or without."""
+        with self._lock:
+            self._left = True
+            running = self._running
+        if running:
+            self._workers.abandoned.add(self)
+        else:
+            self.slots.release()
+
+
+def _poster() -> Callable[..., None]:
+    """Returns a function for any thread: it has the event loop call something soon, and does not wait."""
+    token: Any = current_token().native_token
+    post: Callable[..., object] = (
+        token.run_sync_soon if hasattr(token, "run_sync_soon") else token.call_soon_threadsafe
+    )
+
+    def post_or_drop(function: Callable[..., object], *args: object) -> None:
+        try:
+            post(function, *args)
+        except RuntimeError:
+            pass  # the loop has ended, and with it the slots
+
+    return post_or_drop

@@ -1,0 +1,66 @@
+"""An instrument that writes everything down."""
+
+from __future__ import annotations
+
+from .._attempt import Attempt
+from .._records import Batch, Group, Sample
+from ..abc import Instrument
+
+__all__ = ["RecordingInstrument"]
+
+
+class RecordingInstrument(Instrument):
+    """Records every event in order, as a tuple that begins with the hook's name.
+
+    Attributes:
+        events: What happened.
+        samples: Every sample that ended.
+        groups: Every group that ended, with its outcome.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[object, ...]] = []
+        self.samples: list[Sample] = []
+        self.groups: list[tuple[Group, str]] = []
+
+    def named(self, hook: str) -> list[tuple[object, ...]]:
+        """Returns the arguments of one hook's calls."""
+        return [event[1:] for event in self.events if event[0] == hook]
+
+    def group_started(self, task: str, visit: int) -> None:
+        """Records it."""
+        self.events.append(("group_started", task, visit))
+
+    def group_ended(self, group: Group, outcome: str) -> None:
+        """Records it."""
+        self.groups.append((group, outcome))
+        self.events.append(("group_ended", group.task, group.visit, outcome))
+
+    def turn_started(self, attempt: Attempt) -> None:
+        """Records it."""
+        self.events.append(("turn_started", attempt.id))
+
+    def turn_ended(self, attempt: Attempt) -> None:
+        """Records it."""
+        self.events.append(("turn_ended", attempt.id, attempt.finish_reason))
+
+    def sample_ended(self, sample: Sample) -> None:
+        """Records it."""
+        self.samples.append(sample)
+        self.events.append(("sample_ended", sample.task, sample.visit, sample.index, sample.status))
+
+    def gate_closed(self, in_flight: int) -> None:
+        """Records it."""
+        self.events.append(("gate_closed", in_flight))
+
+    def paused(self, quiet_seconds: float) -> None:
+        """Records it."""
+        self.events.append(("paused", quiet_seconds))
+
+    def gate_opened(self, version: int) -> None:
+        """Records it."""
+        self.events.append(("gate_opened", version))
+
+    def batch_delivered(self, batch: Batch) -> None:
+        """Records it."""
+        self.events.append(("batch_delivered", batch.index))

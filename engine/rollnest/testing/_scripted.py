@@ -1,0 +1,331 @@
+"""A controller without a model: it plays a script, under virtual time, and keeps a log of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from hashlib import blake2b
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
+
+from anyio import Event, current_time, move_on_after, sleep, sleep_forever
+from anyio.lowlevel import checkpoint
+from attrs import field, frozen
+
+from .._attempt import Attempt
+from ..abc import Capabilities, PauseMode, SamplingField, WeightSource
+from ..errors import InferenceError
+
+__all__ = ["Reply", "Script", "ScriptedController", "expected_logprob", "expected_token"]
+
+_ALL_SAMPLING: frozenset[SamplingField] = frozenset(
+    {"min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed"}
+)
+
+
+@frozen
+class Reply:
+    """What the scripted server answers to one attempt.
+
+    Attributes:
+        ids: The tokens; cut at the attempt's cap like a server would.
+        finish: `"stop"`, `"length"`, `"abort"`, or something no server should say. Becomes `"length"` at the cap.
+        logprobs: One for each id; `None` makes `expected_logprob` of each.
+        delay: Seconds until the answer; an abort in between brings the share that was due.
+        error: Raised instead of answering, after `delay`.
+        echo: What the server says the prompt was; `None` says nothing.
+        versions: Weight versions of the tokens; `None` is the server's own.
+        overrun: Whether tokens beyond the cap are sent all the same.
+        deaf: How many aborts it ignores; -1 is all of them.
+    """
+
+    ids: Sequence[int]
+    finish: str = field(default="stop", kw_only=True)
+    logprobs: Sequence[float] | None = field(default=None, kw_only=True)
+    delay: float = field(default=0.0, kw_only=True)
+    error: Exception | None = field(default=None, kw_only=True)
+    echo: Sequence[int] | None = field(default=None, kw_only=True)
+    versions: Sequence[int] | None = field(default=None, kw_only=True)
+    overrun: bool = field(default=False, kw_only=True)
+    deaf: int = field(default=0, kw_only=True)
+
+
+Script: TypeAlias = "Callable[[Attempt], Reply]"
+"""Answers one attempt; called when the attempt arrives."""
+
+
+def expected_token(prompt_ids: Sequence[int], *, vocab_size: int, stop_id: int, stop_every: int) -> int:
+    """The token that the default script puts after these ids: a hash of all of them, so a continuation that was sent
+    the right ids goes on exactly as the uninterrupted turn would have."""
+    data = b"".join(int(i).to_bytes(4, "little") for i in prompt_ids)
+    number = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+    if number % stop_every == 0:
+        return stop_id
+    return 1 + (number >> 8) % (vocab_size - 1) if vocab_size > 2 else 1
+
+
+def expected_logprob(token: int, version: int) -> float:
+    """The logprob that weights of a version give a token here: different for each version, exact in float32."""
+    return -(token % 64 + 1) / 64 - version
+
+
+class ScriptedController:
+    """Answers attempts by a script; public, so that loops, judgers and trainers can be tested without a model.
+
+    Args:
+        script: Answers each attempt. The default plays `expected_token` until a stop id or the cap.
+        rate: Tokens per second of the default script; `None` answers at once.
+        vocab_size: Ids are below it.
+        max_context: Most tokens of prompt and response.
+        stop_every: The default script stops with a chance of 1 in this.
+        stream: Whether tokens are committed as they come, so that a cut turn keeps them.
+        abort_delay: Seconds until an abort reaches the turns; a request that arrives in between is missed.
+        admission: Seconds between a request's sending and its being known to the server: aborts miss it until then.
+        pause_hangs: Whether `pause` never confirms.
+        resume_failures: How often `resume` fails before it works.
+        update_error: Raised by `update_weights`.
+        capabilities: What it says it can do; `None` is everything.
+
+    Attributes:
+        log: What was called, in order, as tuples that begin with the call's name.
+        open: Attempts that are being answered, by id.
+        committed: Tokens that attempts recorded: the controller's own count.
+        wasted: Tokens that were made but came too late or were rejected.
+        prompts: Prompt ids of every attempt, in order of arrival.
+        while_paused: Tokens made while paused; must stay 0.
+    """
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        rate: float | None = None,
+        vocab_size: int = 1000,
+        max_context: int = 4096,
+        stop_every: int = 16,
+        stream: bool = False,
+        abort_delay: float = 0.0,
+        admission: float = 0.0,
+        pause_hangs: bool = False,
+        resume_failures: int = 0,
+        update_error: BaseException | None = None,
+        capabilities: Capabilities | None = None,
+    ) -> None:
+        self._script = script or self._play
+        self._rate = rate
+        self._vocab_size = vocab_size
+        self._stop_every = stop_every
+        self._stream = stream
+        self._abort_delay = abort_delay
+        self._admission = admission
+        self._pause_hangs = pause_hangs
+        self._resume_failures = resume_failures
+        self.update_error = update_error
+        self._capabilities = capabilities or Capabilities(
+            vocab_size=vocab_size,
+            max_context=max_context,
+            stop_token_ids={0},
+            sampling=_ALL_SAMPLING,
+            version_spans=True,
+        )
+        self._paused = False
+        self._resumed = Event()
+        self._version = 0
+        self._entered = False
+        self.log: list[tuple[Any, ...]] = []
+        self.open: dict[str, _Answering] = {}
+        self.committed = 0
+        self.wasted = 0
+        self.while_paused = 0
+        self.prompts: list[list[int]] = []
+        self.weights: WeightSource | None = None
+
+    # InferenceController
+
+    async def __aenter__(self) -> ScriptedController:
+        await checkpoint()
+        self._entered = True
+        self.log.append(("enter",))
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._entered = False
+        self.log.append(("exit", len(self.open)))
+        await checkpoint()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it says it can do."""
+        return self._capabilities
+
+    async def generate(self, attempt: Attempt) -> None:
+        """Plays the script."""
+        if not self._entered:
+            raise InferenceError("the scripted server is not open", maybe_executed=False)
+        self.log.append(("generate", attempt.id))
+        self.prompts.append(attempt.prompt_ids.tolist())
+        answering = _Answering(attempt)
+        self.open[attempt.id] = answering
+        try:
+            await self._answer(answering)
+            await checkpoint()  # like closing a connection: a checkpoint after the result
+        finally:
+            del self.open[attempt.id]
+
+    async def abort(self, ids: Collection[str] | None) -> None:
+        """Ends turns early, with the share of the answer that was due."""
+        self.log.append(("abort", None if ids is None else tuple(ids)))
+        await checkpoint()
+        if self._abort_delay:
+            await sleep(self._abort_delay)
+        for id_, answering in list(self.open.items()):
+            if ids is None or id_ in ids:
+                answering.abort()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stops making tokens."""
+        self.log.append(("pause", mode))
+        if self._pause_hangs:
+            await sleep_forever()
+        await checkpoint()
+        self._paused = True
+
+    async def resume(self) -> None:
+        """Makes tokens again."""
+        self.log.append(("resume",))
+        await checkpoint()
+        if self._resume_failures:
+            self._resume_failures -= 1
+            raise InferenceError("503: not yet", retryable=True)
+        self._paused = False
+        resumed, self._resumed = self._resumed, Event()
+        resumed.set()
+
+    async def update_weights(self, source: WeightSource, version: int) -> None:
+        """Takes a new version."""
+        self.log.append(("update_weights", version))
+        await checkpoint()
+        if callable(source):
+            await source()
+        if self.update_error is not None:
+            raise self.update_error
+        self.weights = source
+        self._version = version
+
+    async def version(self) -> int | None:
+        """The version it has."""
+        await checkpoint()
+        return self._version
+
+    # How it plays
+
+    async def _answer(self, answering: _Answering) -> None:
+        attempt = answering.attempt
+        while self._paused:
+            await self._resumed.wait()
+        if self._admission:
+            await sleep(self._admission)
+        answering.admitted = True
+        reply = self._script(attempt)
+        answering.deaf = reply.deaf
+        started = current_time()
+        version = self._version
+        ids = list(reply.ids) if reply.overrun else list(reply.ids[: attempt.max_tokens])
+        logprobs = (
+            [expected_logprob(i, version) for i in ids]
+            if reply.logprobs is None
+            else list(reply.logprobs)[: None if reply.overrun else attempt.max_tokens]
+        )
+        sent = 0
+        if self._stream and ids:
+            while sent < len(ids) and not answering.aborted.is_set():
+                due = started + reply.delay * (sent + 1) / len(ids)
+                with move_on_after(due - current_time()):
+                    await answering.aborted.wait()
+                if not answering.aborted.is_set():
+                    self._commit(attempt, ids[sent : sent + 1], logprobs[sent : sent + 1], reply)
+                    sent += 1
+        elif reply.delay:
+            try:
+                with move_on_after(reply.delay):
+                    await answering.aborted.wait()
+            except BaseException:
+                self.wasted += self._due(ids, reply, started)
+                raise
+        if reply.error is not None:
+            raise reply.error
+        if answering.aborted.is_set():
+            due = max(sent, self._due(ids, reply, started))
+            self._commit(attempt, ids[sent:due], logprobs[sent:due], reply)
+            self._finish(attempt, "abort")
+            return
+        if reply.echo is not None:
+            attempt.check_echo(reply.echo)
+        self._commit(attempt, ids[sent:], logprobs[sent:], reply)
+        at_cap = reply.finish == "stop" and len(reply.ids) > attempt.max_tokens
+        self._finish(attempt, "length" if at_cap else reply.finish)
+
+    def _due(self, ids: Sequence[int], reply: Reply, started: float) -> int:
+        share = (current_time() - started) / reply.delay if reply.delay else 1.0
+        return min(len(ids), int(len(ids) * share + 1e-9))
+
+    def _commit(
+        self, attempt: Attempt, ids: Sequence[int], logprobs: Sequence[float], reply: Reply
+    ) -> None:
+        if not ids:
+            return
+        if self._paused:
+            self.while_paused += len(ids)
+        versions = self._version if reply.versions is None else list(reply.versions)[: len(ids)]
+        recorded = 0
+        try:
+            recorded = attempt.commit(ids, logprobs, versions)
+        finally:
+            self.committed += recorded
+            self.wasted += len(ids) - recorded
+
+    def _finish(self, attempt: Attempt, reason: str) -> None:
+        self.log.append(("finish", attempt.id, reason, len(attempt.received)))
+        attempt.finish(reason)
+
+    def _play(self, attempt: Attempt) -> Reply:
+        ids = attempt.prompt_ids.tolist()
+        start = len(ids)
+        while len(ids) - start < attempt.max_tokens:
+            token = expected_token(
+                ids, vocab_size=self._vocab_size, stop_id=0, stop_every=self._stop_every
+            )
+            ids.append(token)
+            if token == 0:
+                break
+        answer = ids[start:]
+        finish: Literal["stop", "length"] = "stop" if answer[-1] == 0 else "length"
+        delay = len(answer) / self._rate if self._rate else 0.0
+        return Reply(answer, finish=finish, delay=delay)
+
+    def __repr__(self) -> str:
+        state = "paused" if self._paused else "running"
+        return f"<ScriptedController {state}, v{self._version}, {len(self.open)} open>"
+
+
+class _Answering:
+    """One attempt at the scripted server."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.aborted = Event()
+        self.admitted = False
+        self.deaf = 0
+
+    def abort(self) -> None:
+        """Hears an abort, unless it has not arrived yet or is deaf to it."""
+        if not self.admitted:
+            return
+        if self.deaf:
+            self.deaf -= 1
+            return
+        self.aborted.set()
