@@ -6,6 +6,7 @@ from ._attempt import Attempt as Attempt
 from ._attempt import FinishReason as FinishReason
 from ._blocking import BlockingEngine as BlockingEngine
 from ._blocking import BlockingPause as BlockingPause
+from ._context import Context as Context
 from ._engine import Engine as Engine
 from ._loops import AgentLoop as AgentLoop
 from ._loops import SingleTurnLoop as SingleTurnLoop
@@ -27,7 +28,6 @@ from ._records import Turn as Turn
 from ._records import Verdict as Verdict
 from ._response import CONTEXT_VERSION as CONTEXT_VERSION
 from ._response import Response as Response
-from ._rollout import Context as Context
 from ._rollout import Rollout as Rollout
 from ._statistics import EngineStatistics as EngineStatistics
 from ._statistics import TaskStatistics as TaskStatistics

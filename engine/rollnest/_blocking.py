@@ -7,7 +7,7 @@ So a Ctrl-C between the two loses nothing; the next call returns that batch firs
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -94,7 +94,7 @@ class BlockingEngine:
     @contextmanager
     def paused(
         self, mode: PauseMode = PauseMode.ABORT, *, grace: float = 5.0
-    ) -> Iterator[BlockingPause]:
+    ) -> Generator[BlockingPause]:
         """A block in which no forward pass of the policy runs; see `Engine.paused`."""
         portal = self._running()
         context = portal.call(partial(self._engine.paused, mode, grace=grace))

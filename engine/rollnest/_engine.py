@@ -14,7 +14,7 @@ takes one path, and what it cuts settles in the table before the controller is c
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from enum import Enum
 from functools import partial
@@ -30,6 +30,7 @@ from ._attempt import TokenCounters
 from ._bell import Bell
 from ._blocking import BlockingEngine
 from ._checks import check_real, check_whole
+from ._context import RolloutServices
 from ._continuation import check_training
 from ._delivery import Delivery
 from ._gate import Gate
@@ -40,7 +41,6 @@ from ._options import Capacity
 from ._pause import Pause, PauseContext
 from ._producer import Producer
 from ._records import Batch
-from ._rollout import RolloutServices
 from ._sampler import Sampler
 from ._slots import Slots
 from ._statistics import EngineStatistics, Reading, TaskStatistics, read
@@ -48,7 +48,7 @@ from ._table import GroupTable
 from ._task import TaskSpec
 from ._workers import Workers
 from .abc import InferenceController, Instrument, PauseMode, Tokenizer
-from .errors import EndOfPrompts, EngineBroken, EngineBusy, EngineClosed, Starved
+from .errors import EndOfPrompts, EngineBroken, EngineBusy, EngineClosed, Starved, leaves
 
 __all__ = ["Engine"]
 
@@ -97,7 +97,7 @@ class Engine:
         TypeError: An option has the wrong type.
 
     Errors of the block's body leave it as they are, never inside an exception group. A failure of the engine itself
-    arrives as one `EngineBroken`, at the next call or when the block is left.
+    arrives as one `EngineBroken`, at the next call, or when the block is left if there was none.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class Engine:
         self._state = _State.NEW
         self._causes: list[BaseException] = []
         self._broken = ""
+        self._told = False  # whether a call has raised `EngineBroken`
         self._consuming = False
         self._pausing = False
         self._parts: _Parts | None = None
@@ -145,6 +146,7 @@ class Engine:
 
         Raises:
             UnsupportedSampling: The controller can't honour a task's sampling.
+            ValueError: The controller reports another weight version than the engine's.
             EngineClosed: The engine was entered before.
 
         Cancellation: whatever was opened is closed again.
@@ -159,6 +161,7 @@ class Engine:
         await self._group.__aenter__()
         try:
             await self._group.start(self._host_controller, name="rollnest controller")
+            await self._check_version()
             self._parts = parts = self._assemble()
             self._group.start_soon(self._host_production, parts, name="rollnest production")
         except BaseException as error:
@@ -191,11 +194,11 @@ class Engine:
                 )
         except BaseExceptionGroup as group:
             # Python re-raises the body's own error once we return: it is never seen inside a group.
-            foreign = [e for e in _leaves(group) if e is not exc and not _is_cancellation(e)]
+            foreign = [e for e in leaves(group) if e is not exc and not _is_cancellation(e)]
             if exc is None or foreign:
                 raise (foreign or [group])[0] from None
             return False
-        if exc is None:
+        if exc is None and not self._told:
             self._check_whole()
         return bool(swallowed)
 
@@ -326,8 +329,8 @@ class Engine:
             EngineBroken: The weights are unknown (an update failed or was cancelled), or the controller won't resume.
             EngineClosed: The engine's block is not open.
 
-        Cancellation: on the way in, production goes on with the old weights. Inside `update_weights`, the engine breaks.
-        A cancellation or an error that leaves the block is never replaced by another.
+        Cancellation: on the way in, production goes on with the old weights. In `update_weights`, the engine breaks. A
+        cancellation or an error that leaves the block is never replaced by another.
         """
         parts = self._usable()
         return PauseContext(
@@ -376,6 +379,11 @@ class Engine:
 
     # How it works
 
+    async def _check_version(self) -> None:
+        reported = await self._controller.version()
+        if reported is not None and reported != self._first_version:
+            raise ValueError(f"version is {self._first_version}, but the controller reports {reported}")
+
     def _assemble(self) -> _Parts:
         """Builds everything once the controller's capabilities are known."""
         capabilities = self._controller.capabilities
@@ -412,8 +420,16 @@ class Engine:
                 | (self._tokenizer.stop_token_ids if self._tokenizer else frozenset()),
                 seed=self._seed,
             )
-            judging = None if spec.judger is None else Judging(
-                spec.judger, gate=gate, slots=judge_slots, workers=workers, limit=spec.limits.judge
+            judging = (
+                None
+                if spec.judger is None
+                else Judging(
+                    spec.judger,
+                    gate=gate,
+                    slots=judge_slots,
+                    workers=workers,
+                    limit=spec.limits.judge,
+                )
             )
             producers[spec.name] = Producer(
                 spec,
@@ -439,7 +455,6 @@ class Engine:
                     if self._batch_size is None
                     else self._batch_size * allocation.fraction(spec.name)
                 ),
-                on_exhausted=self._ready.ring,
             )
 
         def readings() -> dict[str, Reading]:
@@ -469,7 +484,6 @@ class Engine:
     def _demand(self, parts: _Parts, shares: Mapping[str, int]) -> None:
         for name, producer in parts.producers.items():
             producer.demand = shares.get(name, 0)
-            producer.bell.ring()
 
     def _handed_over(self, parts: _Parts, batch: Batch) -> Batch:
         # Without a checkpoint to go back to, the trainer's next call says that it is done with the batch before.
@@ -494,7 +508,7 @@ class Engine:
 
     def _break(self, why: str, cause: BaseException) -> None:
         """Ends production for good; what is in flight settles. Every call raises from now on."""
-        causes = list(_leaves(cause))
+        causes = list(leaves(cause))
         self._broken = self._broken or f"{why}: {causes[0]}"
         self._causes.extend(causes)
         _log.error("the engine is broken: %s", why, exc_info=cause)
@@ -508,6 +522,7 @@ class Engine:
 
     def _check_whole(self) -> None:
         if self._broken:
+            self._told = True
             raise EngineBroken(self._broken, causes=self._causes) from self._causes[0]
 
     def _usable(self) -> _Parts:
@@ -598,15 +613,6 @@ def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatist
         resumed_turns=counters.resumed_turns,
         unseen_turns=counters.unseen_turns,
     )
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors in a group, flat; an error that is no group itself."""
-    if isinstance(error, BaseExceptionGroup):
-        for member in error.exceptions:
-            yield from _leaves(member)
-    else:
-        yield error
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ Limits count only while the gate is open: they stop when it closes and go on whe
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 
@@ -111,7 +111,7 @@ class Gate:
                 return attempt
 
     @contextmanager
-    def until_quiet(self) -> Iterator[None]:
+    def until_quiet(self) -> Generator[None]:
         """A scope that ends as soon as no turn is in flight."""
         with CancelScope() as scope:
             self._until_quiet = scope

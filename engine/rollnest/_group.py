@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 
 from anyio import create_task_group, current_time
 
+from ._context import RolloutServices
 from ._judging import Judging
 from ._records import Failure, FailureKind, Prompt, Sample, Status
-from ._rollout import Rollout, RolloutServices
+from ._rollout import Rollout
 from ._slots import Slots
 from ._table import GroupTable, Row
 from ._task import TaskSpec
-from .errors import DataError, InferenceError, JudgeError, ToolError
+from .errors import DataError, InferenceError, JudgeError, ToolError, leaves
 
 __all__ = ["GroupRunner"]
 
@@ -101,14 +102,10 @@ class _LiveGroup:
             prompt_ids = await self._prompt_ids(prompt)
         except DataError as error:
             for index in missing:
-                self._end(
-                    Rollout(self._services, prompt, (), visit=self._row.visit, index=index), error
-                )
+                self._end(self._rollout(index, ()), error)
             return
         for index in missing:
-            self._rollouts[index] = Rollout(
-                self._services, prompt, prompt_ids, visit=self._row.visit, index=index
-            )
+            self._rollouts[index] = self._rollout(index, prompt_ids)
         if len(missing) == 1:
             await self._run_member(self._rollouts[missing[0]])
         else:
@@ -124,9 +121,7 @@ class _LiveGroup:
                 continue
             rollout = self._rollouts.get(index)
             if rollout is None:  # cancelled before there was anything to run
-                rollout = Rollout(
-                    self._services, self._row.prompt, (), visit=self._row.visit, index=index
-                )
+                rollout = self._rollout(index, ())
             if cancelled:
                 self._samples[index] = rollout.freeze(Status.ABORTED)
             else:
@@ -134,6 +129,13 @@ class _LiveGroup:
                 lost = Failure("loop", "the agent loop cancelled itself")
                 self._samples[index] = rollout.freeze(Status.FAILED, lost)
         return [self._samples[index] for index in range(self._spec.group_size)]
+
+    def _rollout(self, index: int, prompt_ids: Sequence[int]) -> Rollout:
+        row = self._row
+        tools = row.prompt.tools or self._spec.loop.tools
+        return Rollout(
+            self._services, row.prompt, prompt_ids, visit=row.visit, index=index, tools=tools
+        )
 
     async def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
         """The prompt's ids: its own, or rendered by the chat template in a worker thread."""
@@ -198,12 +200,10 @@ _UNBOUNDED = Slots(None)
 
 def _kind(error: BaseException) -> FailureKind:
     """The boundary that an error crossed; of a group, that of its first attributed member."""
-    if isinstance(error, BaseExceptionGroup):
-        kinds = [_kind(member) for member in error.exceptions]
-        return next((kind for kind in kinds if kind != "loop"), "loop")
-    for type_, kind in _KINDS:
-        if isinstance(error, type_):
-            return kind
+    for leaf in leaves(error):
+        for type_, kind in _KINDS:
+            if isinstance(leaf, type_):
+                return kind
     return "loop"
 
 

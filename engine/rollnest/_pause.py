@@ -38,12 +38,14 @@ class Pause:
     Attributes:
         quiet_seconds: From entering `paused` to the controller's confirmation.
         turns_in_flight: Turns that were at the server when the gate closed.
+        open: Whether the block is on.
+        weights: What the policy holds, against when the block began.
     """
 
     def __init__(self, gate: Gate, controller: InferenceController) -> None:
         self._gate = gate
         self._controller = controller
-        self._open = False
+        self.open = False
         self.weights = WeightsState.OLD
         self.quiet_seconds = 0.0
         self.turns_in_flight = len(gate.in_flight)
@@ -92,7 +94,7 @@ class Pause:
         self.weights = WeightsState.NEW
 
     def _next(self, version: int | None) -> int:
-        if not self._open:
+        if not self.open:
             raise EngineBusy("weights can only change inside the paused() block")
         if version is None:
             return self._gate.version + 1
@@ -102,7 +104,7 @@ class Pause:
         return version
 
     def __repr__(self) -> str:
-        state = f"quiet after {self.quiet_seconds * 1e3:.1f} ms" if self._open else "over"
+        state = f"quiet after {self.quiet_seconds * 1e3:.1f} ms" if self.open else "over"
         return f"<Pause {state}, v{self._gate.version}, weights {self.weights.value}>"
 
 
@@ -151,7 +153,7 @@ class PauseContext:
             await self._leave(error)
             raise
         pause.quiet_seconds = current_time() - started
-        pause._open = True
+        pause.open = True
         self._pause = pause
         self._instruments.tell("paused", pause.quiet_seconds)
         return pause
@@ -165,7 +167,7 @@ class PauseContext:
         pause, self._pause = self._pause, None
         if pause is None:
             raise RuntimeError("the paused() block is left without having been entered")
-        pause._open = False
+        pause.open = False
         if pause.weights is WeightsState.UNKNOWN:
             cause = exc if exc is not None else RuntimeError("an update of the weights failed")
             self._break_engine("nobody knows which weights the policy holds", cause)

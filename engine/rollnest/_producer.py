@@ -6,8 +6,6 @@ first, then fresh prompts. Before every draw it looks whether it is cancelled, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from anyio import create_task_group
 from anyio.lowlevel import checkpoint_if_cancelled
 
@@ -30,7 +28,6 @@ class Producer:
         table: The task's rows.
         runner: Runs its groups.
         bell: Rung when room may have appeared.
-        demand: The task's share of the batch that a `next_batch` waits for; 0 if none waits.
     """
 
     def __init__(
@@ -42,17 +39,26 @@ class Producer:
         gate: Gate,
         runner: GroupRunner,
         share: float | None,
-        on_exhausted: Callable[[], None],
     ) -> None:
         self.spec = spec
         self.table = table
         self.runner = runner
         self.bell = Bell()
-        self.demand = 0
+        self._demand = 0
         self._sampler = sampler
         self._gate = gate
         self._share = share
-        self._on_exhausted = on_exhausted
+
+    @property
+    def demand(self) -> int:
+        """The task's share of the batch that a `next_batch` waits for; 0 if none waits."""
+        return self._demand
+
+    @demand.setter
+    def demand(self, groups: int) -> None:
+        if groups != self._demand:
+            self._demand = groups
+            self.bell.ring()
 
     @property
     def exhausted(self) -> bool:
@@ -92,7 +98,6 @@ class Producer:
                         await checkpoint_if_cancelled()
                         row = self._draw()
                         if row is None:
-                            self._on_exhausted()
                             break
                         groups.start_soon(
                             self.runner.run, row, name=f"group {self.spec.name}/{row.visit}"

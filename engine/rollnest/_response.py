@@ -98,7 +98,7 @@ class Response:
     @property
     def version_runs(self) -> tuple[tuple[int, int, int], ...]:
         """Runs of one version, in order, as `(version, start, stop)`; context has `CONTEXT_VERSION`."""
-        starts = [0, *self._run_stops[:-1]]
+        starts = [0, *self._run_stops][: len(self._run_stops)]
         return tuple(zip(self._run_versions, starts, self._run_stops, strict=True))
 
     @property

@@ -86,8 +86,7 @@ class EngineStatistics:
 
     def total(self, name: str) -> int:
         """Returns a figure of `TaskStatistics` summed over the tasks."""
-        counts: list[int] = [getattr(task, name) for task in self.tasks.values()]
-        return sum(counts)
+        return sum(int(getattr(task, name)) for task in self.tasks.values())
 
 
 @frozen
@@ -145,7 +144,7 @@ def batch_statistics(
         dropped.subtract(reading.dropped)
 
     def rise(name: str) -> int:
-        return sum(getattr(r, name) for r in now) - sum(getattr(r, name) for r in before)
+        return sum(int(getattr(r, name)) for r in now) - sum(int(getattr(r, name)) for r in before)
 
     return BatchStatistics(
         groups=len(groups),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from attrs import Attribute, Factory, field, frozen
 from attrs.validators import instance_of
@@ -31,10 +31,10 @@ def _prompt(item: PromptLike, index: int) -> Prompt:
     if isinstance(item, Prompt):
         return item
     if isinstance(item, str):
-        return Prompt(str(index), messages=[{"role": "user", "content": item}])
-    if isinstance(item, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-        return Prompt(str(index), messages=cast("Sequence[Message]", item))
-    raise TypeError(f"prompts[{index}] must be a Prompt, a string or messages, got {item!r}")
+        item = [{"role": "user", "content": item}]
+    elif isinstance(item, Mapping) or not isinstance(item, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"prompts[{index}] must be a Prompt, a string or messages, got {item!r}")
+    return Prompt(str(index), messages=item)
 
 
 def _check_prompts(_: Any, attribute: Attribute[Any], value: tuple[Prompt, ...]) -> None:

@@ -5,7 +5,7 @@ All are protocols, so an adapter needs no base class of ours. `Instrument` has o
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from os import PathLike
 from types import TracebackType
@@ -51,6 +51,14 @@ SamplingField = Literal[
 ]
 
 
+def _frozen_ids(value: Iterable[int]) -> frozenset[int]:
+    return frozenset(value)
+
+
+def _frozen_fields(value: Iterable[SamplingField]) -> frozenset[SamplingField]:
+    return frozenset(value)
+
+
 @frozen(kw_only=True)
 class Capabilities:
     """What a controller can do; known once it was entered.
@@ -71,8 +79,10 @@ class Capabilities:
     logprobs: Literal["raw", "processed"] = field(
         default="processed", validator=in_(("raw", "processed"))
     )
-    stop_token_ids: frozenset[int] = field(default=frozenset(), converter=frozenset)
-    sampling: frozenset[SamplingField] = field(default=frozenset(), converter=frozenset)
+    stop_token_ids: frozenset[int] = field(default=frozenset[int](), converter=_frozen_ids)
+    sampling: frozenset[SamplingField] = field(
+        default=frozenset["SamplingField"](), converter=_frozen_fields
+    )
     fixed: Mapping[SamplingField, Any] = field(factory=dict[SamplingField, Any])
     version_spans: bool = False
 

@@ -21,8 +21,9 @@ text and never raises. The others reach the caller of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from typing import cast
 
 __all__ = [
     "DataError",
@@ -153,3 +154,12 @@ class Starved(RollnestError):
         super().__init__(message)
         self.task = task
         self.reasons = dict(reasons)
+
+
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """Yields the errors in an exception group, flat; an error that is no group itself."""
+    if isinstance(error, BaseExceptionGroup):
+        for member in cast("BaseExceptionGroup[BaseException]", error).exceptions:
+            yield from leaves(member)
+    else:
+        yield error

@@ -6,7 +6,7 @@ Everything here is public and used by rollnest's own tests. Hypothesis strategie
 
 from __future__ import annotations
 
-#from ._check import check_sample as check_sample
+from ._check import check_sample as check_sample
 from ._clock import VirtualEventLoop as VirtualEventLoop
 from ._clock import VirtualTimeStuck as VirtualTimeStuck
 from ._clock import free_running_threads as free_running_threads

@@ -13,11 +13,11 @@ import asyncio
 import math
 import selectors
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from .._workers import set_clock_hold
+from rollnest._workers import set_clock_hold
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -39,9 +39,7 @@ class _VirtualSelector(selectors.DefaultSelector):
         self.now = 0.0
         self.holds = 0
 
-    def select(
-        self, timeout: float | None = None
-    ) -> list[tuple[selectors.SelectorKey, int]]:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         events = super().select(0)
         if events or (timeout is not None and timeout <= 0):
             return events
@@ -69,7 +67,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
         return self._virtual.now
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> Generator[None]:
         """Keeps the time from jumping."""
         self._virtual.holds += 1
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._engine import Engine
+from rollnest._engine import Engine
 
 __all__ = ["assert_conserved"]
 
@@ -31,4 +31,6 @@ def assert_conserved(engine: Engine, *, committed: int | None = None) -> None:
         )
     if committed is not None:
         recorded = statistics.total("tokens_committed")
-        assert committed == recorded, f"the controller committed {committed}, attempts recorded {recorded}"
+        assert committed == recorded, (
+            f"the controller committed {committed}, attempts recorded {recorded}"
+        )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .._attempt import Attempt
-from .._records import Batch, Group, Sample
-from ..abc import Instrument
+from rollnest._attempt import Attempt
+from rollnest._records import Batch, Group, Sample
+from rollnest.abc import Instrument
 
 __all__ = ["RecordingInstrument"]
 

@@ -11,9 +11,9 @@ from anyio import Event, current_time, move_on_after, sleep, sleep_forever
 from anyio.lowlevel import checkpoint
 from attrs import field, frozen
 
-from .._attempt import Attempt
-from ..abc import Capabilities, PauseMode, SamplingField, WeightSource
-from ..errors import InferenceError
+from rollnest._attempt import Attempt
+from rollnest.abc import Capabilities, PauseMode, SamplingField, WeightSource
+from rollnest.errors import InferenceError
 
 __all__ = ["Reply", "Script", "ScriptedController", "expected_logprob", "expected_token"]
 
@@ -53,7 +53,9 @@ Script: TypeAlias = "Callable[[Attempt], Reply]"
 """Answers one attempt; called when the attempt arrives."""
 
 
-def expected_token(prompt_ids: Sequence[int], *, vocab_size: int, stop_id: int, stop_every: int) -> int:
+def expected_token(
+    prompt_ids: Sequence[int], *, vocab_size: int, stop_id: int, stop_every: int
+) -> int:
     """The token that the default script puts after these ids: a hash of all of them, so a continuation that was sent
     the right ids goes on exactly as the uninterrupted turn would have."""
     data = b"".join(int(i).to_bytes(4, "little") for i in prompt_ids)
@@ -82,6 +84,7 @@ class ScriptedController:
         admission: Seconds between a request's sending and its being known to the server: aborts miss it until then.
         pause_hangs: Whether `pause` never confirms.
         resume_failures: How often `resume` fails before it works.
+        version: Weight version that it starts with.
         update_error: Raised by `update_weights`.
         capabilities: What it says it can do; `None` is everything.
 
@@ -107,6 +110,7 @@ class ScriptedController:
         admission: float = 0.0,
         pause_hangs: bool = False,
         resume_failures: int = 0,
+        version: int = 0,
         update_error: BaseException | None = None,
         capabilities: Capabilities | None = None,
     ) -> None:
@@ -129,7 +133,7 @@ class ScriptedController:
         )
         self._paused = False
         self._resumed = Event()
-        self._version = 0
+        self._version = version
         self._entered = False
         self.log: list[tuple[Any, ...]] = []
         self.open: dict[str, _Answering] = {}

@@ -1,0 +1,401 @@
+"""One unbroken token context of a rollout, and the turns that the policy takes in it.
+
+Ids that went to the policy are never decoded and encoded again (I4): what is sent for a turn is the context's
+prompt ids and everything after them. Budgets are always derived from what is there, never stored (I5). A turn
+that meets a pause keeps its partial and goes on with what remains of its cap.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal
+
+from anyio.lowlevel import checkpoint
+from attrs import evolve, frozen
+
+from ._attempt import Attempt, FinishReason, TokenCounters
+from ._continuation import attempt_seed, check_sampling, tokens_through_stop
+from ._gate import Gate
+from ._instruments import Instruments
+from ._options import Limits, Sampling
+from ._records import Failure, Message, Prompt, Segment, Turn
+from ._response import Response, token_column
+from ._slots import Slots
+from ._workers import Workers
+from .abc import InferenceController, Tokenizer
+from .errors import DataError, InferenceError, LoopError, UnsupportedSampling
+
+__all__ = ["Context", "RolloutCore", "RolloutServices"]
+
+# A server that ends turns unasked and without a token would be asked again at once, for ever.
+_EMPTY_ABORTS = 3
+
+
+@frozen(eq=False)
+class RolloutServices:
+    """What every rollout of one task uses."""
+
+    task: str
+    controller: InferenceController
+    gate: Gate
+    tokenizer: Tokenizer | None
+    workers: Workers
+    tool_slots: Slots
+    counters: TokenCounters
+    instruments: Instruments
+    sampling: Sampling
+    limits: Limits
+    max_response_tokens: int | None
+    max_context: int
+    stop_token_ids: frozenset[int]
+    seed: int
+
+
+class RolloutCore:
+    """What the contexts of one rollout share.
+
+    Attributes:
+        services: What every rollout of the task uses.
+        prompt: What is asked.
+        uid: The rollout's name.
+        contexts: Its contexts, in the order they were opened.
+        turns: What the policy was asked for so far.
+        attempts: Requests so far.
+        finish_reason: Why the loop ended it; `None` if it did not.
+        failure: Why the loop failed it; `None` if it did not.
+        cut: Whether the budget ended it.
+    """
+
+    def __init__(self, services: RolloutServices, prompt: Prompt, uid: str) -> None:
+        self.services = services
+        self.prompt = prompt
+        self.uid = uid
+        self.contexts: list[Context] = []
+        self.turns: list[Turn] = []
+        self.attempts = 0
+        self.finish_reason: str | None = None
+        self.failure: Failure | None = None
+        self.cut = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the loop or the budget ended it."""
+        return self.cut or self.finish_reason is not None or self.failure is not None
+
+    def open(
+        self,
+        prompt_ids: Iterable[int],
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[Message] | None = None,
+    ) -> Context:
+        """Opens a context; with the messages its prompt was rendered from, if it was."""
+        context = Context(self, token_column(prompt_ids), len(self.contexts), messages, tools)
+        self.contexts.append(context)
+        return context
+
+    def tokenizer(self, what: str) -> Tokenizer:
+        """The engine's tokenizer; `LoopError` without one."""
+        if self.services.tokenizer is None:
+            raise LoopError(f"{what} needs the engine to have a tokenizer")
+        return self.services.tokenizer
+
+
+class Context:
+    """One unbroken token context of a rollout: prompt ids, then an append-only response."""
+
+    def __init__(
+        self,
+        core: RolloutCore,
+        prompt_ids: array[int],
+        index: int,
+        messages: Sequence[Message] | None,
+        tools: Sequence[Message] | None,
+    ) -> None:
+        self._core = core
+        self._prompt_ids = prompt_ids
+        self._index = index
+        self._response = Response()
+        self._messages = None if messages is None else list(messages)
+        self._tools = tools or None
+        self._busy = False
+
+    @property
+    def messages(self) -> tuple[Message, ...] | None:
+        """The conversation it holds; `None` if raw ids or text went in, so that nobody can tell."""
+        return None if self._messages is None else tuple(self._messages)
+
+    @property
+    def tools(self) -> Sequence[Message] | None:
+        """The tool schemas its prompt was rendered with."""
+        return self._tools
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is running."""
+        return self._busy
+
+    @property
+    def policy_tokens(self) -> int:
+        """Tokens that the policy sampled in it so far."""
+        return self._response.policy_tokens
+
+    @property
+    def response(self) -> Response:
+        """The columns so far; a copy."""
+        return self._response[:]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that this context may still take, sampled or appended; >= 0."""
+        services = self._core.services
+        room = services.max_context - len(self._prompt_ids) - len(self._response)
+        if services.max_response_tokens is not None:
+            used = sum(len(context._response) for context in self._core.contexts)
+            room = min(room, services.max_response_tokens - used)
+        return max(0, room)
+
+    async def generate(
+        self, *, sampling: Sampling | None = None, max_tokens: int | None = None
+    ) -> Turn:
+        """Has the policy continue the context.
+
+        A pause is not seen: the turn keeps its partial, waits, and goes on with what remains of its cap.
+        Without room left the turn ends at once, empty, as `"length"`; asking once more fails the sample.
+
+        Args:
+            sampling: For this turn only; `None` is the task's.
+            max_tokens: The turn's cap; `None` is the sampling's.
+
+        Returns:
+            What was sampled.
+
+        Raises:
+            LoopError: Another turn of this context is running, or the rollout is done.
+            InferenceError: The server failed.
+            DataError: The prompt leaves no room in the context.
+
+        Cancellation: what was received stays in the response.
+        """
+        core = self._core
+        if self._busy:
+            raise LoopError("two generate() at once on one context; open another with segment()")
+        if core.ended:
+            why = "its budget is used up" if core.cut else "it was finished or failed"
+            raise LoopError(f"generate() on rollout {core.uid}, which has ended: {why}")
+        if max_tokens is not None and max_tokens < 1:
+            raise LoopError(f"max_tokens must be >= 1, got {max_tokens}")
+        if len(self._prompt_ids) >= core.services.max_context:
+            raise DataError(
+                f"prompt {core.prompt.uid!r} has {len(self._prompt_ids)} tokens and leaves no room in a "
+                f"context of {core.services.max_context}"
+            )
+        if sampling is None:
+            sampling = core.services.sampling
+        else:
+            check_sampling(sampling, core.services.controller.capabilities)
+        self._busy = True
+        try:
+            turn = await self._run_turn(sampling, max_tokens or sampling.max_tokens)
+        finally:
+            self._busy = False
+        core.turns.append(turn)
+        if self._messages is not None:
+            self._messages.append(turn.message)
+        return turn
+
+    def append(self, content: str | Iterable[int]) -> None:
+        """Appends raw text or ids that the policy did not sample; they are context, never trained.
+
+        What does not fit the budget is cut, and the sample ends as `"length"`.
+
+        Raises:
+            LoopError: Text without a tokenizer, or a turn of this context is running.
+            ValueError: An id is negative.
+        """
+        if self._busy:
+            raise LoopError("append() while generate() runs on the same context")
+        if isinstance(content, str):
+            content = self._core.tokenizer("append(text)").encode(content)
+        ids = token_column(content)
+        room = self.remaining
+        if len(ids) > room:
+            self._core.cut = True
+        self._response.append_context(ids[:room])
+        self._messages = None  # raw content is no message: chat() can't tell what the context holds
+
+    def append_messages(self, messages: Sequence[Message]) -> Context:
+        """Appends chat messages after the policy's turn, by the chat template.
+
+        Returns:
+            This context, or a new one with the whole conversation where the template can't continue this one.
+
+        Raises:
+            LoopError: A message is the assistant's, there is no tokenizer, or the whole conversation is not known.
+        """
+        tokenizer = self._core.tokenizer("append_messages()")
+        for message in messages:
+            if message.get("role") == "assistant":
+                raise LoopError("append_messages() takes no assistant messages: those are sampled")
+        known = self._messages
+        suffix = None
+        if self._response.policy_tokens:
+            closed = self._response.last_id in self._core.services.stop_token_ids
+            suffix = tokenizer.render_suffix(messages, tools=self._tools, closed=closed)
+        if suffix is not None:
+            self.append(suffix)
+            self._messages = None if known is None else [*known, *messages]
+            return self
+        if known is None:
+            raise LoopError(
+                "the chat template can't continue this context, and its messages are not known"
+            )
+        whole = [*known, *messages]
+        return self._core.open(tokenizer.render(whole, tools=self._tools), whole, self._tools)
+
+    def freeze(self, *, trim: bool) -> Segment:
+        """Ends the context."""
+        response = self._response.without_trailing_context() if trim else self._response.seal()
+        return Segment(memoryview(self._prompt_ids).toreadonly(), response)
+
+    async def _run_turn(self, sampling: Sampling, max_tokens: int) -> Turn:
+        services = self._core.services
+        start = len(self._response)
+        cap = min(max_tokens, self.remaining)
+        limit = services.gate.limit(services.limits.turn)
+        reason: Literal["stop", "length"] | None = None
+        attempts = empty = 0
+        if cap <= 0:
+            self._core.cut = True
+            await checkpoint()
+        while reason is None:
+            got = len(self._response) - start
+            if got >= cap:
+                reason = "length"
+                break
+            epoch = services.gate.epoch
+            attempt, stopped = await self._run_attempt(sampling, start, cap - got, limit)
+            attempts += 1
+            reason = "stop" if stopped else self._reason(attempt, sampling, start)
+            if reason is None and not attempt.received:
+                asked = services.gate.closed or services.gate.epoch != epoch
+                empty = 0 if asked else empty + 1
+                if empty >= _EMPTY_ABORTS:
+                    raise InferenceError(
+                        f"the server aborted {empty} times unasked and without a token",
+                        retryable=True,
+                    )
+        if attempts and start == len(self._response):
+            raise InferenceError("the server's answer is unusable: it ended without a single token")
+        if attempts > 1:
+            services.counters.resumed_turns += 1
+        ids = self._response[start:].ids
+        return Turn(
+            reason,
+            None if services.tokenizer is None else services.tokenizer.decode(ids.tolist()),
+            self._index,
+            start,
+            len(self._response),
+            attempts,
+            self._response,
+        )
+
+    async def _run_attempt(
+        self, sampling: Sampling, start: int, cap: int, limit: AbstractContextManager[None]
+    ) -> tuple[Attempt, bool]:
+        """Runs one request and keeps what it brought.
+
+        A request that fails leaves the response as it was. One that is aborted or cancelled keeps its partial.
+
+        Returns:
+            The attempt, and whether its tokens completed a stop string across the seam of two attempts.
+        """
+        core, services = self._core, self._core.services
+        core.attempts += 1
+        number = core.attempts
+        attempt: Attempt | None = None
+        usable = stopped = False
+
+        def build() -> Attempt:
+            nonlocal attempt, usable
+            attempt = self._attempt(sampling, start, cap, number)
+            usable = True
+            services.instruments.tell("turn_started", attempt)
+            return attempt
+
+        try:
+            done = await services.gate.pass_through(build, services.controller.generate, limit)
+        except Exception as error:
+            usable = False
+            if isinstance(error, InferenceError | UnsupportedSampling):
+                raise
+            if isinstance(error, TimeoutError):
+                message = f"the turn took over {services.limits.turn} s"
+            else:
+                message = f"the controller raised {type(error).__name__}: {error}"
+            raise InferenceError(message) from error
+        finally:
+            if attempt is not None:
+                stopped = self._keep(attempt, sampling, start, usable)
+                services.instruments.tell("turn_ended", attempt)
+        return done, stopped
+
+    def _attempt(self, sampling: Sampling, start: int, cap: int, number: int) -> Attempt:
+        services = self._core.services
+        if sampling.seed is not None:
+            base = services.seed if sampling.seed == "derived" else sampling.seed
+            sampling = evolve(sampling, seed=attempt_seed(base, self._core.uid, number))
+        if sampling.min_tokens:
+            got = len(self._response) - start
+            sampling = evolve(sampling, min_tokens=max(0, sampling.min_tokens - got))
+        return Attempt(
+            memoryview(self._prompt_ids + self._response.packed_ids).toreadonly(),
+            max_tokens=cap,
+            sampling=sampling,
+            affinity=self._core.uid,
+            version=services.gate.version,
+            vocab_size=services.controller.capabilities.vocab_size,
+            counters=services.counters,
+        )
+
+    def _keep(self, attempt: Attempt, sampling: Sampling, start: int, usable: bool) -> bool:
+        """Moves what an attempt received into the response; synchronous, so no cancellation can lose it."""
+        counters = self._core.services.counters
+        received = attempt.received
+        if not usable:
+            counters.discarded += len(received)
+            return False
+        if attempt.finish_reason is None and not received:
+            counters.unseen_turns += 1
+        stop_at = None
+        tokenizer = self._core.services.tokenizer
+        if sampling.stop and tokenizer is not None and len(self._response) > start:
+            # The server saw the partial as its prompt, so a stop string across the seam is ours to find.
+            whole = [*self._response[start:].ids, *received.ids]
+            seam = len(self._response) - start
+            stop_at = tokens_through_stop(whole, seam, sampling.stop, tokenizer.decode)
+            if stop_at is not None:
+                counters.discarded += len(whole) - stop_at
+                received = received[: stop_at - seam]
+        self._response.extend(received)
+        return stop_at is not None
+
+    def _reason(
+        self, attempt: Attempt, sampling: Sampling, start: int
+    ) -> Literal["stop", "length"] | None:
+        """Why the turn has ended; `None` if it goes on from a partial."""
+        match attempt.finish_reason:
+            case FinishReason.STOP:
+                return "stop"
+            case FinishReason.LENGTH:
+                return "length"
+            case _:
+                got = len(self._response) - start
+                if not got or got < sampling.min_tokens:
+                    return None
+                stops = self._core.services.stop_token_ids.union(sampling.stop_token_ids)
+                return "stop" if self._response.last_id in stops else None
+
+    def __repr__(self) -> str:
+        return f"<Context {self._index} of {self._core.uid}: {len(self._prompt_ids)} prompt tokens, {self._response!r}>"

@@ -1,0 +1,59 @@
+"""Small builders that several test modules use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollnest import Engine, Prompt, Sample, Sampling, TaskSpec
+from rollnest.abc import Attempt
+from rollnest.testing import Reply, Script, ScriptedController
+
+__all__ = ["in_turn", "one_batch", "prompts", "spec"]
+
+
+def prompts(count: int) -> list[Prompt]:
+    """Prompts with ids of their own."""
+    return [Prompt(f"p{i}", token_ids=[1 + i, 2]) for i in range(count)]
+
+
+def score_one(sample: Sample) -> float:
+    """A judger that is content with anything, and quick enough for a thread."""
+    return 1.0
+
+
+async def score_parity(sample: Sample) -> float:
+    """An async judger that tells samples apart."""
+    return float(len(sample.segments[0]) % 2)
+
+
+def spec(**options: Any) -> TaskSpec:
+    """A task with small defaults."""
+    defaults: dict[str, Any] = {
+        "name": "task",
+        "prompts": prompts(40),
+        "judger": score_parity,
+        "group_size": 2,
+        "sampling": Sampling(20),
+    }
+    return TaskSpec(**(defaults | options))
+
+
+def in_turn(*replies: Reply | Callable[[Attempt], Reply]) -> Script:
+    """A script that gives these replies one after the other, and the last one for ever."""
+    left = list(replies)
+
+    def script(attempt: Attempt) -> Reply:
+        reply = left.pop(0) if len(left) > 1 else left[0]
+        return reply(attempt) if callable(reply) else reply
+
+    return script
+
+
+async def one_batch(
+    controller: ScriptedController, task: TaskSpec | Sequence[TaskSpec], n: int = 1, **options: Any
+) -> tuple[Any, Engine]:
+    """Runs an engine until its first batch; returns both."""
+    async with Engine(controller, task, **options) as engine:
+        batch = await engine.next_batch(n)
+    return batch, engine
