@@ -23,6 +23,7 @@ from rollnest import (
     SyncStrategy,
     Verdict,
 )
+from rollnest.abc import Attempt
 from rollnest.errors import (
     EndOfPrompts,
     EngineBroken,
@@ -110,10 +111,18 @@ async def test_bug_064_lag_is_bounded_by_max_staleness_and_old_groups_expire() -
 
 
 async def test_an_expired_group_keeps_its_fresh_members() -> None:
-    # Member 0 answers at once; member 1 is aborted twice before its first token.
-    slow = Reply([6, 0], delay=100.0)
-    controller = ScriptedController(in_turn(Reply([5, 0]), slow, slow, slow, Reply([7, 0])))
-    task = spec(prompts=prompts(1), strategy=AsyncStrategy(max_staleness=1, lead=0))
+    # One member answers at once; the other is aborted twice before its first token.
+    async def loop(rollout: Rollout) -> None:
+        await rollout.generate(max_tokens=rollout.index + 2)
+
+    def script(attempt: Attempt) -> Reply:
+        quick = attempt.max_tokens == 2
+        return Reply(
+            [5, len(controller.prompts)] if quick else [6, 0], delay=0.0 if quick else 100.0
+        )
+
+    controller = ScriptedController(script)
+    task = spec(prompts=prompts(1), loop=loop, strategy=AsyncStrategy(max_staleness=1, lead=0))
     recording = RecordingInstrument()
     async with Engine(controller, task, batch_size=1, instruments=[recording]) as engine:
         await anyio.sleep(5)
@@ -126,7 +135,10 @@ async def test_an_expired_group_keeps_its_fresh_members() -> None:
     assert outcomes[:2] == ["ready", "ready"]
     first, second = batch.groups[0].samples
     assert batch.groups[0].visit == 0
-    assert first.segments[0].ids.tolist() == [7, 0]  # was too old, and made anew
+    assert first.segments[0].ids.tolist() == [
+        5,
+        5,
+    ]  # was too old, and made anew by the fifth request
     assert second.segments[0].ids.tolist() == [6, 0]  # still fresh, and kept
     assert second.lag(batch.version) == 0
     assert_conserved(engine, committed=controller.committed)
@@ -273,7 +285,8 @@ async def test_bug_040_all_failing_raises_starved_with_reasons_and_goes_on_when_
         with pytest.raises(Starved, match="no verdict today") as caught:
             await engine.next_batch(2)
         assert caught.value.task == "task"
-        assert caught.value.reasons == {"judge": 6}
+        assert set(caught.value.reasons) == {"judge"}
+        assert caught.value.reasons["judge"] >= 6
         drawn = engine.statistics().tasks["task"].drawn
         await anyio.sleep(100)
         assert engine.statistics().tasks["task"].drawn == drawn  # nothing spins in between
@@ -311,7 +324,10 @@ async def test_bug_031_an_abort_that_was_missed_is_sent_again_by_id(deaf: int) -
 
 async def test_a_request_that_is_admitted_after_the_abort_is_caught_by_the_next() -> None:
     controller = ScriptedController(rate=10.0, stop_every=10_000, admission=0.2)
-    async with Engine(controller, spec(sampling=Sampling(100))) as engine, create_task_group() as group:
+    async with (
+        Engine(controller, spec(sampling=Sampling(100))) as engine,
+        create_task_group() as group,
+    ):
         group.start_soon(engine.next_batch, 1)
         await anyio.sleep(0.0001)
         async with engine.paused() as pause:
@@ -684,7 +700,7 @@ async def test_instruments_hear_everything_and_a_bad_one_is_taken_out(
     assert "is taken out" in caplog.text
     assert len(recording.samples) == 4
     assert len(recording.named("turn_started")) == len(recording.named("turn_ended")) == 4
-    assert recording.named("group_ended") == [("task", 0, "ready"), ("task", 1, "ready")]
+    assert sorted(recording.named("group_ended")) == [("task", 0, "ready"), ("task", 1, "ready")]
     hooks = [event[0] for event in recording.events]
     assert hooks[-3:] == ["gate_closed", "paused", "gate_opened"]
     assert recording.named("batch_delivered") == [(1,)]

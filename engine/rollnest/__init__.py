@@ -10,6 +10,7 @@ from ._context import Context as Context
 from ._engine import Engine as Engine
 from ._loops import AgentLoop as AgentLoop
 from ._loops import SingleTurnLoop as SingleTurnLoop
+from ._loops import ToolLoop as ToolLoop
 from ._options import Capacity as Capacity
 from ._options import Limits as Limits
 from ._options import Sampling as Sampling
@@ -36,5 +37,8 @@ from ._strategies import ProduceStrategy as ProduceStrategy
 from ._strategies import Production as Production
 from ._strategies import SyncStrategy as SyncStrategy
 from ._task import TaskSpec as TaskSpec
+from ._tools import HermesToolParser as HermesToolParser
+from ._tools import Tool as Tool
+from ._tools import ToolParser as ToolParser
 from .abc import Capabilities as Capabilities
 from .abc import PauseMode as PauseMode

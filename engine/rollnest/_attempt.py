@@ -41,12 +41,12 @@ class TokenCounters:
     __slots__ = ("committed", "discarded", "late", "rejected", "resumed_turns", "unseen_turns")
 
     def __init__(self) -> None:
-        self.committed = 0
-        self.late = 0
-        self.rejected = 0
-        self.discarded = 0
-        self.unseen_turns = 0
-        self.resumed_turns = 0
+        self.committed: int = 0
+        self.late: int = 0
+        self.rejected: int = 0
+        self.discarded: int = 0
+        self.unseen_turns: int = 0
+        self.resumed_turns: int = 0
 
     def __repr__(self) -> str:
         return "<TokenCounters " + " ".join(f"{n}={getattr(self, n)}" for n in self.__slots__) + ">"
@@ -96,18 +96,18 @@ class Attempt:
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
-        self.id = uuid4().hex
+        self.id: str = uuid4().hex
         # A view is packed and checked already: a long prompt is not looked through again for every turn.
         self.prompt_ids: memoryview[int] = (
             prompt_ids
             if isinstance(prompt_ids, memoryview)
             else memoryview(token_column(prompt_ids)).toreadonly()
         )
-        self.max_tokens = max_tokens
-        self.sampling = sampling
-        self.affinity = affinity
-        self.version = version
-        self.received = Response()
+        self.max_tokens: int = max_tokens
+        self.sampling: Sampling = sampling
+        self.affinity: str = affinity
+        self.version: int = version
+        self.received: Response = Response()
         self.finish_reason: FinishReason | None = None
         self.detail: str | None = None
         self._vocab_size = vocab_size
@@ -145,34 +145,37 @@ class Attempt:
         Raises:
             InferenceError: The tokens break a rule. None is recorded; they are counted as rejected.
         """
-        count = len(ids)
-        if self._closed:
-            self._counters.late += count
-            return 0
+        count = 0
         try:
+            count = len(ids)
+            if self._closed:
+                self._counters.late += count
+                return 0
             if self.finish_reason is not None:
                 raise ValueError(f"tokens after the finish reason {self.finish_reason.value!r}")
-            if len(logprobs) != count:
-                raise ValueError(f"{count} ids but {len(logprobs)} logprobs")
-            column = token_column(ids)
+            versions = self.version if versions is None else versions
+            checked = Response()
+            checked.append_policy(ids, logprobs, versions)
+            column = checked.packed_ids
             if self._vocab_size is not None and column and max(column) >= self._vocab_size:
                 at = next(i for i, v in enumerate(column) if v >= self._vocab_size)
                 raise ValueError(
                     f"ids[{at}] = {column[at]} is outside the vocabulary of {self._vocab_size}"
                 )
-            room = self.max_tokens - len(self.received)
-            versions = self.version if versions is None else versions
-            if count > room:
-                column, logprobs = column[:room], logprobs[:room]
-                versions = versions if isinstance(versions, int) else versions[:room]
-            self._check_versions(versions)
-            self.received.append_policy(column, logprobs, versions)
+            oldest = checked.oldest_version
+            if oldest is not None and oldest < self.version:
+                raise ValueError(
+                    f"tokens of version {oldest}, but the policy has had {self.version}"
+                )
+            # Everything is checked, also what lies beyond the cap; only now it is cut.
+            kept = min(count, self.max_tokens - len(self.received))
+            self.received.extend(checked if kept == count else checked[:kept])
         except (ValueError, TypeError) as error:
             self._counters.rejected += count
             raise InferenceError(f"the server's answer is unusable: {error}") from error
-        self._counters.committed += len(column)
-        self._counters.rejected += count - len(column)
-        return len(column)
+        self._counters.committed += kept
+        self._counters.rejected += count - kept
+        return kept
 
     def check_echo(self, prompt_ids: Sequence[int]) -> None:
         """Compares the prompt that a server says it continued with the one that was sent.
@@ -211,8 +214,3 @@ class Attempt:
     def close(self) -> None:
         """Gives the attempt up: whatever still comes is counted as late and not recorded."""
         self._closed = True
-
-    def _check_versions(self, versions: int | Sequence[int]) -> None:
-        lowest = versions if isinstance(versions, int) else min(versions, default=self.version)
-        if lowest < self.version:
-            raise ValueError(f"tokens of version {lowest}, but the policy has had {self.version}")

@@ -71,7 +71,7 @@ class BlockingEngine:
     def next_batch(self, n: int | None = None) -> Batch:
         """Waits for a batch; see `Engine.next_batch`. One that a Ctrl-C kept from being returned comes first."""
         if not self._handed_over:
-            self._call(lambda: self._take(n))
+            self.call(lambda: self._take(n))
         return self._handed_over.popleft()
 
     def batches(self, n: int | None = None) -> Iterator[Batch]:
@@ -89,7 +89,7 @@ class BlockingEngine:
         async def commit() -> None:
             self._engine.commit(batch)
 
-        self._call(commit)
+        self.call(commit)
 
     @contextmanager
     def paused(
@@ -107,7 +107,7 @@ class BlockingEngine:
         async def read() -> EngineStatistics:
             return self._engine.statistics()
 
-        return self._call(read)
+        return self.call(read)
 
     def _running(self) -> BlockingPortal:
         if self._portal is None:
@@ -117,7 +117,8 @@ class BlockingEngine:
     async def _take(self, n: int | None) -> None:
         self._handed_over.append(await self._engine.next_batch(n))
 
-    def _call(self, function: Callable[[], Awaitable[T]]) -> T:
+    def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Runs an async function in the engine's loop and waits for it; a Ctrl-C cancels it there."""
         future = self._running().start_task_soon(function)
         try:
             return future.result()
@@ -149,7 +150,7 @@ class BlockingPause:
 
     def update_weights(self, source: WeightSource, version: int | None = None) -> None:
         """See `Pause.update_weights`."""
-        self._engine._call(lambda: self._pause.update_weights(source, version))
+        self._engine.call(lambda: self._pause.update_weights(source, version))
 
     def published(self, version: int) -> None:
         """See `Pause.published`."""
@@ -157,7 +158,7 @@ class BlockingPause:
         async def publish() -> None:
             self._pause.published(version)
 
-        self._engine._call(publish)
+        self._engine.call(publish)
 
     def __repr__(self) -> str:
         return f"<blocking {self._pause!r}>"

@@ -31,6 +31,7 @@ class Delivery:
         allocation: Allocation,
         readings: Callable[[], Mapping[str, Reading]],
         is_exhausted: Callable[[str], bool],
+        on_expired: Callable[[str], None],
     ) -> None:
         self.batches = 0
         self.uncommitted: dict[int, Batch] = {}
@@ -39,6 +40,7 @@ class Delivery:
         self._readings = readings
         self._before = readings()
         self._is_exhausted = is_exhausted
+        self._on_expired = on_expired
         self._plan: tuple[int, frozenset[str], Shares] | None = None
 
     def plan(self, groups: int) -> Shares:
@@ -64,8 +66,9 @@ class Delivery:
         Raises:
             EndOfPrompts: Nothing is left, and nothing will come.
         """
-        for table in self._tables.values():
-            table.expire(version)
+        for name, table in self._tables.items():
+            if table.expire(version):
+                self._on_expired(name)
         shares = self.plan(groups)
         missing = [n for n, share in shares.groups.items() if self._tables[n].ready < share]
         if not all(self._is_exhausted(name) for name in missing):

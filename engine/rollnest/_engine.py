@@ -154,6 +154,7 @@ class Engine:
         if self._state is not _State.NEW:
             raise EngineClosed("an engine is entered once; make another")
         self._state = _State.OPEN
+        self._lifetime = CancelScope()
         self._production = CancelScope(shield=True)
         self._production_over = Event()
         self._ready = Bell()
@@ -161,6 +162,9 @@ class Engine:
         await self._group.__aenter__()
         try:
             await self._group.start(self._host_controller, name="rollnest controller")
+            # It is ours now: only production's end, and then `exit_grace`, end it. Not earlier, because
+            # start() has to be able to cancel it as long as it waits for it.
+            self._lifetime.shield = True
             await self._check_version()
             self._parts = parts = self._assemble()
             self._group.start_soon(self._host_production, parts, name="rollnest production")
@@ -204,17 +208,17 @@ class Engine:
 
     async def _host_controller(self, *, task_status: TaskStatus[None]) -> None:
         """Keeps the controller open until production is over."""
-        with CancelScope() as lifetime:
+        opened = False
+        with self._lifetime as lifetime:
             try:
                 async with self._controller:
-                    # From here on only production's end, and then `exit_grace`, end it.
-                    lifetime.shield = True
+                    opened = True
                     task_status.started()
                     await self._production_over.wait()
                     lifetime.deadline = current_time() + self._exit_grace
             except Exception as error:
-                if not lifetime.shield:
-                    raise  # it did not open: the error belongs to whoever enters the engine
+                if not opened:
+                    raise  # the error belongs to whoever enters the engine
                 self._break("the controller failed", error)
         if lifetime.cancelled_caught:
             _log.warning("the controller did not close within %s s", self._exit_grace)
@@ -382,7 +386,9 @@ class Engine:
     async def _check_version(self) -> None:
         reported = await self._controller.version()
         if reported is not None and reported != self._first_version:
-            raise ValueError(f"version is {self._first_version}, but the controller reports {reported}")
+            raise ValueError(
+                f"version is {self._first_version}, but the controller reports {reported}"
+            )
 
     def _assemble(self) -> _Parts:
         """Builds everything once the controller's capabilities are known."""
@@ -393,6 +399,9 @@ class Engine:
                 raise ValueError(
                     f"task {spec.name!r}: stop={spec.sampling.stop!r} needs a tokenizer"
                 )
+        stop_token_ids = capabilities.stop_token_ids
+        if self._tokenizer is not None:
+            stop_token_ids |= self._tokenizer.stop_token_ids
         gate = Gate(version=self._first_version, slots=Slots(self._capacity.turns))
         workers = Workers()
         judge_slots, tool_slots = Slots(self._capacity.judges), Slots(self._capacity.tools)
@@ -416,8 +425,7 @@ class Engine:
                 max_context=min(
                     spec.max_context or capabilities.max_context, capabilities.max_context
                 ),
-                stop_token_ids=capabilities.stop_token_ids
-                | (self._tokenizer.stop_token_ids if self._tokenizer else frozenset()),
+                stop_token_ids=stop_token_ids,
                 seed=self._seed,
             )
             judging = (
@@ -472,7 +480,8 @@ class Engine:
             {name: producer.table for name, producer in producers.items()},
             allocation,
             readings,
-            lambda name: producers[name].exhausted,
+            is_exhausted=lambda name: producers[name].exhausted,
+            on_expired=lambda name: producers[name].bell.ring(),
         )
         return _Parts(gate, workers, producers, counters, delivery)
 

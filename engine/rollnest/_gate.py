@@ -35,9 +35,9 @@ class Gate:
 
     def __init__(self, *, version: int, slots: Slots) -> None:
         self.version = version
-        self.epoch = 0
-        self.closed = False
-        self.closed_seconds = 0.0
+        self.epoch: int = 0
+        self.closed: bool = False
+        self.closed_seconds: float = 0.0
         self._closed_since = 0.0
         self._slots = slots
         self._opened = Event()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from inspect import iscoroutinefunction
+from inspect import isawaitable, iscoroutinefunction
 from typing import TypeAlias
 
-from ._records import Message
+from ._checks import check_whole
+from ._records import Message, ToolCall
 from ._rollout import Rollout
+from ._tools import HermesToolParser, Tool, ToolParser, checked_call
+from .errors import LoopError, ToolError
 
-__all__ = ["AgentLoop", "LoopFunction", "SingleTurnLoop", "as_loop"]
+__all__ = ["AgentLoop", "LoopFunction", "SingleTurnLoop", "ToolLoop", "as_loop"]
 
 LoopFunction: TypeAlias = "Callable[[Rollout], Awaitable[None]]"
 """An async function that generates one sample."""
@@ -42,6 +46,95 @@ class SingleTurnLoop(AgentLoop):
 
     def __repr__(self) -> str:
         return "SingleTurnLoop()"
+
+
+class ToolLoop(AgentLoop):
+    """Turns and tool calls until the model calls no tool any more.
+
+    Tool calls are read from the turn's text; their results go back as tool messages, which are never trained. What the
+    model got wrong (malformed JSON, an unknown tool, bad arguments) and what a tool got wrong (it raised, it ran out of
+    time) is told to the model, not made a failure.
+
+    The sample ends with the turn that calls no tool or that the cap cut, or as `"max_turns"`.
+
+    Args:
+        tools: Functions, or `Tool` objects. Sync ones run in worker threads.
+        parser: Reads calls from text.
+        max_turns: Most turns of the model.
+
+    Raises:
+        ValueError: `max_turns` is below 1, or two tools have one name.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[Tool | Callable[..., object]],
+        *,
+        parser: ToolParser | None = None,
+        max_turns: int = 8,
+    ) -> None:
+        check_whole("max_turns", max_turns, 1)
+        made = [tool if isinstance(tool, Tool) else Tool(tool) for tool in tools]
+        self._tools: dict[str, Tool] = {tool.name: tool for tool in made}
+        if len(self._tools) < len(made):
+            raise ValueError(f"tools holds two tools of one name: {[tool.name for tool in made]}")
+        self.tools: Sequence[Message] | None = [tool.schema for tool in made]
+        self._parser = parser if parser is not None else HermesToolParser()
+        self._max_turns = max_turns
+
+    async def generate_sample(self, rollout: Rollout) -> None:
+        """See `AgentLoop.generate_sample`."""
+        for number in range(1, self._max_turns + 1):
+            turn = await rollout.generate()
+            if turn.text is None:
+                raise LoopError("ToolLoop needs the engine to have a tokenizer")
+            calls = self._parser.parse(turn.text)
+            if turn.finish_reason == "length" or not calls:
+                return
+            if number == self._max_turns:
+                break
+            results = [
+                await self._call(rollout, checked_call(c, self._tools.values())) for c in calls
+            ]
+            rollout.append_messages(results)
+            if rollout.done:
+                return  # the results used up the budget
+        rollout.finish("max_turns")
+
+    async def _call(self, rollout: Rollout, call: ToolCall) -> Message:
+        """Makes one call, and returns the one message that answers it."""
+        if call.error is not None:
+            return _tool_message(call.name, f"error: {call.error}")
+        function = self._tools[call.name].function
+        arguments = dict(call.arguments or {})
+
+        async def run() -> object:
+            answer = function(**arguments)
+            return await answer if isawaitable(answer) else answer
+
+        def run_in_thread() -> object:
+            return function(**arguments)
+
+        run_in_thread.__name__ = run.__name__ = call.name
+        try:
+            answer = await rollout.tool(run if iscoroutinefunction(function) else run_in_thread)
+        except ToolError as error:
+            return _tool_message(call.name, f"error: {error}")
+        return _tool_message(call.name, answer if isinstance(answer, str) else _as_json(answer))
+
+    def __repr__(self) -> str:
+        return f"ToolLoop({list(self._tools)}, max_turns={self._max_turns})"
+
+
+def _tool_message(name: str, content: str) -> Message:
+    return {"role": "tool", "name": name, "content": content}
+
+
+def _as_json(answer: object) -> str:
+    try:
+        return json.dumps(answer, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(answer)
 
 
 class _FunctionLoop(AgentLoop):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
 
-from ._checks import check_text, check_whole, real, whole
+from ._checks import check_whole, real, whole
 
 __all__ = ["Capacity", "Limits", "Sampling"]
 
@@ -30,7 +30,10 @@ def _is_seed(_: Any, attribute: Attribute[Any], value: Any) -> None:
 
 def _are_strings(_: Any, attribute: Attribute[Any], value: Any) -> None:
     for item in value:
-        check_text(f"an item of {attribute.name}", item)
+        if not isinstance(item, str):
+            raise TypeError(f"{attribute.name} must hold strings, got {item!r}")
+        if not item:
+            raise ValueError(f"{attribute.name} must not hold an empty string, got {value!r}")
 
 
 def _are_ids(_: Any, attribute: Attribute[Any], value: Any) -> None:

@@ -46,9 +46,9 @@ class Pause:
         self._gate = gate
         self._controller = controller
         self.open = False
-        self.weights = WeightsState.OLD
-        self.quiet_seconds = 0.0
-        self.turns_in_flight = len(gate.in_flight)
+        self.weights: WeightsState = WeightsState.OLD
+        self.quiet_seconds: float = 0.0
+        self.turns_in_flight: int = len(gate.in_flight)
 
     async def update_weights(self, source: WeightSource, version: int | None = None) -> None:
         """Loads new weights into the policy.

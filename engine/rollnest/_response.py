@@ -150,7 +150,8 @@ class Response:
             and self._run_versions == other._run_versions
         )
 
-    __hash__ = None  # type: ignore[assignment]  # it grows
+    def __hash__(self) -> int:
+        raise TypeError("a response can't be hashed: it grows")
 
     def __repr__(self) -> str:
         runs = ", ".join(
@@ -201,6 +202,8 @@ class Response:
         for _, version in runs:
             if version < last:
                 raise ValueError(f"versions never decrease: {version} after {last}")
+            if version >= 2**31:
+                raise ValueError(f"a version must fit 32 bits, got {version}")
             last = version
         self._check_open()
         self._ids.extend(new_ids)
@@ -277,10 +280,11 @@ def token_column(ids: Iterable[int]) -> array[int]:
     """
     if isinstance(ids, str | bytes | bytearray):
         raise TypeError(f"ids must be integers, got {type(ids).__name__}")
+    values = ids if isinstance(ids, Sequence | array | memoryview) else list(ids)
     try:
-        column = array("i", ids)
+        column = array("i", values)
     except OverflowError:
-        raise ValueError(f"an id does not fit 32 bits: {max(ids, key=abs)}") from None
+        raise ValueError(f"an id does not fit 32 bits: {max(values, key=abs)}") from None
     if column and min(column) < 0:
         at = next(i for i, v in enumerate(column) if v < 0)
         raise ValueError(f"ids[{at}] must be >= 0, got {column[at]}")

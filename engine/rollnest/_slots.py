@@ -22,7 +22,7 @@ class Slots:
 
     def __init__(self, size: int | None) -> None:
         self.size = size
-        self.used = 0
+        self.used: int = 0
         self._semaphore = None if size is None else Semaphore(size, fast_acquire=True)
 
     async def acquire(self) -> None:

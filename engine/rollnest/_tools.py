@@ -81,9 +81,11 @@ class Tool:
             raise ValueError(
                 f"a tool's name has 1 to 64 letters, digits, _ or -, got {name!r}; set name="
             )
-        self.function = function
-        self.name = name
-        self.description = _split_docstring(function)[0] if description is None else description
+        self.function: Callable[..., Any] = function
+        self.name: str = name
+        self.description: str = (
+            _split_docstring(function)[0] if description is None else description
+        )
         try:
             self._parameters = _parameters(function)
         except TypeError as error:

@@ -135,7 +135,7 @@ class EngineBroken(RollnestError):
 
     def __init__(self, message: str, *, causes: Sequence[BaseException] = ()) -> None:
         super().__init__(message)
-        self.causes = tuple(causes)
+        self.causes: tuple[BaseException, ...] = tuple(causes)
 
 
 class EndOfPrompts(RollnestError):
@@ -153,7 +153,7 @@ class Starved(RollnestError):
     def __init__(self, message: str, *, task: str, reasons: Mapping[str, int]) -> None:
         super().__init__(message)
         self.task = task
-        self.reasons = dict(reasons)
+        self.reasons: dict[str, int] = dict(reasons)
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

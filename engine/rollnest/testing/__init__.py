@@ -18,3 +18,5 @@ from ._scripted import Script as Script
 from ._scripted import ScriptedController as ScriptedController
 from ._scripted import expected_logprob as expected_logprob
 from ._scripted import expected_token as expected_token
+from ._steps import StepReport as StepReport
+from ._steps import cancel_at_step as cancel_at_step

@@ -13,7 +13,7 @@ import asyncio
 import math
 import selectors
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VirtualEventLoop", "VirtualTimeStuck", "free_running_threads", "virtual_backends"]
 
-_STUCK_AFTER = 30.0  # real seconds
+_STUCK_AFTER = 3.0  # real seconds
 
 
 class VirtualTimeStuck(RuntimeError):
@@ -95,7 +95,7 @@ _free = 0
 
 
 @contextmanager
-def free_running_threads() -> Iterator[None]:
+def free_running_threads() -> Generator[None]:
     """Lets virtual time jump although a thread works: for what blocks longer than its limit."""
     global _free
     _free += 1
@@ -106,7 +106,7 @@ def free_running_threads() -> Iterator[None]:
 
 
 @contextmanager
-def _hold() -> Iterator[None]:
+def _hold() -> Generator[None]:
     if _free:
         yield
         return

@@ -13,7 +13,7 @@ from attrs import field, frozen
 
 from rollnest._attempt import Attempt
 from rollnest.abc import Capabilities, PauseMode, SamplingField, WeightSource
-from rollnest.errors import InferenceError
+from rollnest.errors import InferenceError, WeightsState
 
 __all__ = ["Reply", "Script", "ScriptedController", "expected_logprob", "expected_token"]
 
@@ -137,9 +137,9 @@ class ScriptedController:
         self._entered = False
         self.log: list[tuple[Any, ...]] = []
         self.open: dict[str, _Answering] = {}
-        self.committed = 0
-        self.wasted = 0
-        self.while_paused = 0
+        self.committed: int = 0
+        self.wasted: int = 0
+        self.while_paused: int = 0
         self.prompts: list[list[int]] = []
         self.weights: WeightSource | None = None
 
@@ -216,6 +216,8 @@ class ScriptedController:
         if callable(source):
             await source()
         if self.update_error is not None:
+            if getattr(self.update_error, "weights", None) is WeightsState.NEW:
+                self._version = version
             raise self.update_error
         self.weights = source
         self._version = version

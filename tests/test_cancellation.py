@@ -1,0 +1,103 @@
+"""The task that holds the engine is cancelled at every scheduler step of a small run, in four states.
+
+Afterwards the table balances, no task and no thread is left, and the controller has no open request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from rollnest import AsyncStrategy, Engine, Sample, Sampling, TaskSpec
+from rollnest.testing import ScriptedController, assert_conserved, cancel_at_step
+
+from .helpers import prompts
+
+State = Callable[[Engine], Awaitable[object]]
+
+
+async def judge(sample: Sample) -> float:
+    await checkpoint()
+    return 1.0
+
+
+async def hold() -> None:
+    for _ in range(60):
+        await checkpoint()
+
+
+async def idle(engine: Engine) -> None:
+    await engine.next_batch()
+    await hold()
+
+
+async def producing(engine: Engine) -> None:
+    for _ in range(3):
+        await engine.next_batch()
+
+
+async def paused(engine: Engine) -> None:
+    await anyio.sleep(0.25)
+    async with engine.paused():
+        await hold()
+    await engine.next_batch()
+
+
+async def updating(engine: Engine) -> None:
+    await anyio.sleep(0.25)
+    async with engine.paused() as pause:
+        await pause.update_weights(hold)
+    await engine.next_batch()
+
+
+WAYS: list[tuple[Literal["asyncio", "trio"], bool]] = [
+    ("asyncio", False),
+    ("asyncio", True),
+    ("trio", False),
+]
+
+
+@pytest.mark.parametrize("state", [idle, producing, paused, updating])
+@pytest.mark.parametrize(("backend", "native"), WAYS, ids=["asyncio", "asyncio-native", "trio"])
+def test_cancelled_at_every_step(
+    state: State, backend: Literal["asyncio", "trio"], native: bool
+) -> None:
+    step = 0
+    while True:
+        step += 1
+        controller = ScriptedController(rate=10.0)
+        task = TaskSpec(
+            "task",
+            prompts(9),
+            judger=judge,
+            group_size=2,
+            sampling=Sampling(5),
+            strategy=AsyncStrategy(lead=0.5),
+        )
+        engine = Engine(controller, task, batch_size=2)
+        entered = False
+
+        async def operation() -> None:
+            nonlocal entered
+            async with engine:
+                entered = True
+                await state(engine)  # noqa: B023
+
+        report = cancel_at_step(operation, step, backend=backend, native=native)
+        where = f"step {step}: {report}, {controller.log[-3:]}"
+        assert report.tasks_left == 0, where
+        assert report.threads_left == (), where
+        assert not controller.open, where
+        assert controller.log == [] or controller.log[-1] == ("exit", 0), where
+        assert controller.while_paused == 0, where
+        if entered:
+            assert_conserved(engine, committed=controller.committed)
+            assert engine.statistics().total("flight") == 0, where
+        if not report.cancelled:
+            break
+    print(f"{state.__name__} on {backend}{' native' if native else ''}: {step - 1} steps")
+    assert step > 100
