@@ -6,6 +6,7 @@ groups which became too old have expired.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from ._allocation import Allocation, Shares
@@ -76,7 +77,12 @@ class Delivery:
         rows = {name: self._tables[name].take(share) for name, share in shares.groups.items()}
         taken = sum(map(len, rows.values()))
         if not taken:
-            raise EndOfPrompts("every task's prompts are used up and delivered")
+            delivered = sum(table.delivered for table in self._tables.values())
+            dropped = sum((table.dropped for table in self._tables.values()), Counter[str]())
+            reasons = "".join(f", {count} dropped ({why})" for why, count in dropped.items())
+            raise EndOfPrompts(
+                f"every task's prompts are used up: {delivered} groups delivered{reasons}"
+            )
         self._allocation.settle(shares)
         self._plan = None
         self.batches += 1

@@ -284,11 +284,11 @@ class Engine:
         self._consuming = True
         try:
             while True:
+                self._demand(parts, parts.delivery.plan(n).groups)
+                _check_starved(parts.producers)
                 batch = parts.delivery.take(n, parts.gate.version)
                 if batch is not None:
                     return self._handed_over(parts, batch)
-                self._demand(parts, parts.delivery.plan(n).groups)
-                _check_starved(parts.producers)
                 await self._ready.wait()
                 self._usable()
         finally:
