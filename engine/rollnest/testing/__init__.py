@@ -16,6 +16,7 @@ from ._recording import RecordingInstrument as RecordingInstrument
 from ._scripted import Reply as Reply
 from ._scripted import Script as Script
 from ._scripted import ScriptedController as ScriptedController
+from ._scripted import Stall as Stall
 from ._scripted import expected_logprob as expected_logprob
 from ._scripted import expected_token as expected_token
 from ._steps import StepReport as StepReport

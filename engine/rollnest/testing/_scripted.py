@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from array import array
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
@@ -13,9 +15,9 @@ from attrs import field, frozen
 
 from rollnest._attempt import Attempt
 from rollnest.abc import Capabilities, PauseMode, SamplingField, WeightSource
-from rollnest.errors import InferenceError, WeightsState
+from rollnest.errors import InferenceError, WeightsState, WeightUpdateFailed
 
-__all__ = ["Reply", "Script", "ScriptedController", "expected_logprob", "expected_token"]
+__all__ = ["Reply", "Script", "ScriptedController", "Stall", "expected_logprob", "expected_token"]
 
 _ALL_SAMPLING: frozenset[SamplingField] = frozenset(
     {"min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed"}
@@ -54,11 +56,11 @@ Script: TypeAlias = "Callable[[Attempt], Reply]"
 
 
 def expected_token(
-    prompt_ids: Sequence[int], *, vocab_size: int, stop_id: int, stop_every: int
+    prompt_ids: Sequence[int], *, vocab_size: int, stop_id: int, stop_every: int, version: int = 0
 ) -> int:
     """The token that the default script puts after these ids: a hash of all of them, so a continuation that was sent
     the right ids goes on exactly as the uninterrupted turn would have."""
-    data = b"".join(int(i).to_bytes(4, "little") for i in prompt_ids)
+    data = array("i", [version, *prompt_ids]).tobytes()
     number = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
     if number % stop_every == 0:
         return stop_id
@@ -95,6 +97,8 @@ class ScriptedController:
         wasted: Tokens that were made but came too late or were rejected.
         prompts: Prompt ids of every attempt, in order of arrival.
         while_paused: Tokens made while paused; must stay 0.
+        sampled: Tokens made, kept or not.
+        weights: What the last update brought.
     """
 
     def __init__(
@@ -141,7 +145,9 @@ class ScriptedController:
         self.wasted: int = 0
         self.while_paused: int = 0
         self.prompts: list[list[int]] = []
+        self.sampled: int = 0
         self.weights: WeightSource | None = None
+        self._stall: Stall | None = None
 
     # InferenceController
 
@@ -195,7 +201,8 @@ class ScriptedController:
         self.log.append(("pause", mode))
         if self._pause_hangs:
             await sleep_forever()
-        await checkpoint()
+        for _ in range(2):
+            await checkpoint()  # answers that an abort has ended go out first
         self._paused = True
 
     async def resume(self) -> None:
@@ -213,6 +220,10 @@ class ScriptedController:
         """Takes a new version."""
         self.log.append(("update_weights", version))
         await checkpoint()
+        if not self._paused:
+            raise WeightUpdateFailed(
+                "weights can only be updated while paused", weights=WeightsState.OLD
+            )
         if callable(source):
             await source()
         if self.update_error is not None:
@@ -227,10 +238,23 @@ class ScriptedController:
         await checkpoint()
         return self._version
 
+    @contextmanager
+    def stalled(self, *, after: int) -> Generator[Stall]:
+        """Answers stop after so many tokens, one more being in the making, until the block is left."""
+        self._stall = stall = Stall(after)
+        try:
+            yield stall
+        finally:
+            self._stall = None
+            stall.over = True
+            for answering in self.open.values():
+                answering.woken.set()
+
     # How it plays
 
     async def _answer(self, answering: _Answering) -> None:
         attempt = answering.attempt
+        await checkpoint()  # the request is sent
         while self._paused:
             await self._resumed.wait()
         if self._admission:
@@ -246,26 +270,29 @@ class ScriptedController:
             if reply.logprobs is None
             else list(reply.logprobs)[: None if reply.overrun else attempt.max_tokens]
         )
-        sent = 0
-        if self._stream and ids:
-            while sent < len(ids) and not answering.aborted.is_set():
-                due = started + reply.delay * (sent + 1) / len(ids)
-                with move_on_after(due - current_time()):
-                    await answering.aborted.wait()
-                if not answering.aborted.is_set():
+        sent, due = 0, None
+        stall = self._stall
+        if stall is not None and len(ids) > stall.after:
+            due = await self._stand(answering, stall)
+        elif self._stream and ids:
+            while sent < len(ids) and not answering.aborted:
+                at = started + reply.delay * (sent + 1) / len(ids)
+                with move_on_after(at - current_time()):
+                    await answering.woken.wait()
+                if not answering.aborted:
                     self._commit(attempt, ids[sent : sent + 1], logprobs[sent : sent + 1], reply)
                     sent += 1
         elif reply.delay:
             try:
                 with move_on_after(reply.delay):
-                    await answering.aborted.wait()
+                    await answering.woken.wait()
             except BaseException:
                 self.wasted += self._due(ids, reply, started)
                 raise
         if reply.error is not None:
             raise reply.error
-        if answering.aborted.is_set():
-            due = max(sent, self._due(ids, reply, started))
+        if answering.aborted:
+            due = due if due is not None else max(sent, self._due(ids, reply, started))
             self._commit(attempt, ids[sent:due], logprobs[sent:due], reply)
             self._finish(attempt, "abort")
             return
@@ -274,6 +301,20 @@ class ScriptedController:
         self._commit(attempt, ids[sent:], logprobs[sent:], reply)
         at_cap = reply.finish == "stop" and len(reply.ids) > attempt.max_tokens
         self._finish(attempt, "length" if at_cap else reply.finish)
+
+    async def _stand(self, answering: _Answering, stall: Stall) -> int:
+        """Stands still after so many tokens; returns how many are done if it ends by an abort."""
+        stall.arrived.set()
+        try:
+            while not (answering.aborted or stall.over):
+                answering.woken = Event()
+                await answering.woken.wait()
+        except BaseException:
+            self.wasted += stall.after
+            raise
+        if answering.aborted:
+            self.wasted += 1  # the one in the making
+        return stall.after
 
     def _due(self, ids: Sequence[int], reply: Reply, started: float) -> int:
         share = (current_time() - started) / reply.delay if reply.delay else 1.0
@@ -284,6 +325,7 @@ class ScriptedController:
     ) -> None:
         if not ids:
             return
+        self.sampled += len(ids)
         if self._paused:
             self.while_paused += len(ids)
         versions = self._version if reply.versions is None else list(reply.versions)[: len(ids)]
@@ -301,15 +343,20 @@ class ScriptedController:
     def _play(self, attempt: Attempt) -> Reply:
         ids = attempt.prompt_ids.tolist()
         start = len(ids)
+        stops = {0, *attempt.sampling.stop_token_ids}
         while len(ids) - start < attempt.max_tokens:
             token = expected_token(
-                ids, vocab_size=self._vocab_size, stop_id=0, stop_every=self._stop_every
+                ids,
+                vocab_size=self._vocab_size,
+                stop_id=0,
+                stop_every=self._stop_every,
+                version=self._version,
             )
             ids.append(token)
-            if token == 0:
+            if token in stops:
                 break
         answer = ids[start:]
-        finish: Literal["stop", "length"] = "stop" if answer[-1] == 0 else "length"
+        finish: Literal["stop", "length"] = "stop" if answer[-1] in stops else "length"
         delay = len(answer) / self._rate if self._rate else 0.0
         return Reply(answer, finish=finish, delay=delay)
 
@@ -318,12 +365,26 @@ class ScriptedController:
         return f"<ScriptedController {state}, v{self._version}, {len(self.open)} open>"
 
 
+class Stall:
+    """An answer that stands still."""
+
+    def __init__(self, after: int) -> None:
+        self.after: int = after
+        self.arrived: Event = Event()
+        self.over: bool = False
+
+    async def reached(self) -> None:
+        """Returns once an answer stands still."""
+        await self.arrived.wait()
+
+
 class _Answering:
     """One attempt at the scripted server."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
-        self.aborted = Event()
+        self.woken = Event()
+        self.aborted = False
         self.admitted = False
         self.deaf = 0
 
@@ -334,4 +395,5 @@ class _Answering:
         if self.deaf:
             self.deaf -= 1
             return
-        self.aborted.set()
+        self.aborted = True
+        self.woken.set()
