@@ -1,0 +1,18 @@
+"""Runs all benches and writes `benches/results/*.json`: `python -m benches [--quick]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benches import overhead, pause_latency
+from benches.harness import main
+
+RESULTS = Path(__file__).parent / "results"
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benches")
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
+    quick = ["--quick"] if parser.parse_args().quick else []
+    for name, bench in (("overhead", overhead), ("pause_latency", pause_latency)):
+        main(name, bench.run, ["--json", str(RESULTS / f"{name}.json"), *quick])
