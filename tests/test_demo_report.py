@@ -57,7 +57,7 @@ def record() -> Record:
             turns_in_flight=4 * i,
             tokens=100,
             training=Step(1, 100, 0.1, 1.0),
-            completion=HOSTILE,
+            completions=[HOSTILE],
         )
         for i in range(3)
     ]

@@ -41,15 +41,17 @@ class Allocation:
         """
         weights = {n: w for n, w in self._weights.items() if n in tasks and w > 0}
         total = sum(weights.values())
-        exact = {n: groups * w / total + self._carried[n] for n, w in weights.items()}
+        # What absent tasks are owed or owe is not theirs to claim now: the present ones share all of the batch.
+        present = groups - sum((self._carried[n] for n in weights), Fraction(0))
+        exact = {n: present * w / total + self._carried[n] for n, w in weights.items()}
         shares = {n: max(0, floor(x)) for n, x in exact.items()}
-        # Carried debts can push the floors' sum to either side of the total.
-        left = groups - sum(shares.values()) if exact else 0
-        order = sorted(exact, key=lambda n: shares[n] - exact[n])
-        for name in order[: max(left, 0)]:
-            shares[name] += 1
-        for name in [n for n in reversed(order) if shares[n] > 0][: max(-left, 0)]:
-            shares[name] -= 1
+        while exact and (left := groups - sum(shares.values())):
+            # Carried debts can push the floors' sum to either side of the total.
+            if left > 0:
+                shares[max(exact, key=lambda n: exact[n] - shares[n])] += 1
+            else:
+                holders = [n for n in exact if shares[n] > 0]
+                shares[min(holders, key=lambda n: exact[n] - shares[n])] -= 1
         carried = self._carried | {n: x - shares[n] for n, x in exact.items()}
         return Shares({n: shares.get(n, 0) for n in self._weights}, carried)
 

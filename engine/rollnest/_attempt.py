@@ -7,7 +7,7 @@ counted: too late (the engine had given the attempt up), or rejected (it broke a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from uuid import uuid4
 
@@ -71,6 +71,7 @@ class Attempt:
     __slots__ = (
         "_closed",
         "_counters",
+        "_newest_version",
         "_vocab_size",
         "affinity",
         "detail",
@@ -93,6 +94,7 @@ class Attempt:
         version: int = 0,
         vocab_size: int | None = None,
         counters: TokenCounters | None = None,
+        newest_version: Callable[[], int] | None = None,
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
@@ -112,6 +114,7 @@ class Attempt:
         self.detail: str | None = None
         self._vocab_size = vocab_size
         self._counters = counters if counters is not None else TokenCounters()
+        self._newest_version = newest_version
         self._closed = False
 
     def __repr__(self) -> str:
@@ -167,6 +170,10 @@ class Attempt:
                 raise ValueError(
                     f"tokens of version {oldest}, but the policy has had {self.version}"
                 )
+            newest = checked.newest_version
+            known = None if self._newest_version is None else self._newest_version()
+            if newest is not None and known is not None and newest > known:
+                raise ValueError(f"tokens of version {newest}, but the newest is {known}")
             # Everything is checked, also what lies beyond the cap; only now it is cut.
             kept = min(count, self.max_tokens - len(self.received))
             self.received.extend(checked if kept == count else checked[:kept])

@@ -154,11 +154,7 @@ class BlockingPause:
 
     def published(self, version: int) -> None:
         """See `Pause.published`."""
-
-        async def publish() -> None:
-            self._pause.published(version)
-
-        self._engine.call(publish)
+        self._engine.call(lambda: self._pause.published(version))
 
     def __repr__(self) -> str:
         return f"<blocking {self._pause!r}>"

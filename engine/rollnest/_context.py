@@ -16,16 +16,16 @@ from anyio.lowlevel import checkpoint
 from attrs import evolve, frozen
 
 from ._attempt import Attempt, FinishReason, TokenCounters
-from ._continuation import attempt_seed, check_sampling, tokens_through_stop
-from ._gate import Gate
+from ._continuation import attempt_seed, check_training, tokens_through_stop
+from ._gate import Gate, OverLimit
 from ._instruments import Instruments
 from ._options import Limits, Sampling
 from ._records import Failure, Message, Prompt, Segment, Turn
 from ._response import Response, token_column
 from ._slots import Slots
 from ._workers import Workers
-from .abc import InferenceController, Tokenizer
-from .errors import DataError, InferenceError, LoopError, UnsupportedSampling
+from .abc import Capabilities, InferenceController, Tokenizer
+from .errors import DataError, InferenceError, LoopError, UnsupportedSampling, describe
 
 __all__ = ["Context", "RolloutCore", "RolloutServices"]
 
@@ -39,6 +39,7 @@ class RolloutServices:
 
     task: str
     controller: InferenceController
+    capabilities: Capabilities
     gate: Gate
     tokenizer: Tokenizer | None
     workers: Workers
@@ -66,6 +67,7 @@ class RolloutCore:
         finish_reason: Why the loop ended it; `None` if it did not.
         failure: Why the loop failed it; `None` if it did not.
         cut: Whether the budget ended it.
+        frozen: Whether its sample was made.
     """
 
     def __init__(self, services: RolloutServices, prompt: Prompt, uid: str) -> None:
@@ -78,11 +80,12 @@ class RolloutCore:
         self.finish_reason: str | None = None
         self.failure: Failure | None = None
         self.cut = False
+        self.frozen = False
 
     @property
     def ended(self) -> bool:
-        """Whether the loop or the budget ended it."""
-        return self.cut or self.finish_reason is not None or self.failure is not None
+        """Whether the loop or the budget ended it, or its sample was made."""
+        return self.cut or self.frozen or self.finish_reason is not None or self.failure is not None
 
     def open(
         self,
@@ -91,9 +94,18 @@ class RolloutCore:
         tools: Sequence[Message] | None = None,
     ) -> Context:
         """Opens a context; with the messages its prompt was rendered from, if it was."""
-        context = Context(self, token_column(prompt_ids), len(self.contexts), messages, tools)
+        ids = self.checked(prompt_ids)
+        context = Context(self, ids, len(self.contexts), messages, tools)
         self.contexts.append(context)
         return context
+
+    def checked(self, ids: Iterable[int]) -> array[int]:
+        """Packs ids that are to go to the policy; `LoopError` if one is outside its vocabulary."""
+        column = token_column(ids)
+        vocab_size = self.services.capabilities.vocab_size
+        if column and max(column) >= vocab_size:
+            raise LoopError(f"id {max(column)} is outside the vocabulary of {vocab_size}")
+        return column
 
     def tokenizer(self, what: str) -> Tokenizer:
         """The engine's tokenizer; `LoopError` without one."""
@@ -118,8 +130,10 @@ class Context:
         self._index = index
         self._response = Response()
         self._messages = None if messages is None else list(messages)
-        self._tools = tools or None
+        self._tools = tuple(tools) if tools else None
         self._busy = False
+        self._reserved = 0  # how far the turn that is running may take the response
+        self._running: Attempt | None = None
 
     @property
     def messages(self) -> tuple[Message, ...] | None:
@@ -127,7 +141,7 @@ class Context:
         return None if self._messages is None else tuple(self._messages)
 
     @property
-    def tools(self) -> Sequence[Message] | None:
+    def tools(self) -> tuple[Message, ...] | None:
         """The tool schemas its prompt was rendered with."""
         return self._tools
 
@@ -138,8 +152,14 @@ class Context:
 
     @property
     def policy_tokens(self) -> int:
-        """Tokens that the policy sampled in it so far."""
-        return self._response.policy_tokens
+        """Tokens that the policy sampled in it so far, those of a running attempt too."""
+        running = 0 if self._running is None else len(self._running.received)
+        return self._response.policy_tokens + running
+
+    @property
+    def spoken_for(self) -> int:
+        """Response tokens that it has, or that its running turn may still bring."""
+        return max(len(self._response), self._reserved)
 
     @property
     def response(self) -> Response:
@@ -152,7 +172,7 @@ class Context:
         services = self._core.services
         room = services.max_context - len(self._prompt_ids) - len(self._response)
         if services.max_response_tokens is not None:
-            used = sum(len(context._response) for context in self._core.contexts)
+            used = sum(context.spoken_for for context in self._core.contexts)
             room = min(room, services.max_response_tokens - used)
         return max(0, room)
 
@@ -182,7 +202,7 @@ class Context:
         if self._busy:
             raise LoopError("two generate() at once on one context; open another with segment()")
         if core.ended:
-            why = "its budget is used up" if core.cut else "it was finished or failed"
+            why = "its budget is used up" if core.cut else "it was finished, failed or frozen"
             raise LoopError(f"generate() on rollout {core.uid}, which has ended: {why}")
         if max_tokens is not None and max_tokens < 1:
             raise LoopError(f"max_tokens must be >= 1, got {max_tokens}")
@@ -194,15 +214,26 @@ class Context:
         if sampling is None:
             sampling = core.services.sampling
         else:
-            check_sampling(sampling, core.services.controller.capabilities)
+            check_training(sampling, core.services.capabilities)
+        start = len(self._response)
+        cap = min(max_tokens or sampling.max_tokens, self.remaining)
         self._busy = True
+        self._reserved = start + cap
+        turn: Turn | None = None
         try:
-            turn = await self._run_turn(sampling, max_tokens or sampling.max_tokens)
+            turn = await self._run_turn(sampling, start, cap)
         finally:
             self._busy = False
-        core.turns.append(turn)
-        if self._messages is not None:
-            self._messages.append(turn.message)
+            self._reserved = 0
+            if turn is None and len(self._response) > start:
+                # The loop's own timeout, or a failure after a partial: what is in the response is in a turn.
+                turn = Turn(
+                    "abort", None, self._index, start, len(self._response), 1, self._response
+                )
+            if turn is not None:
+                core.turns.append(turn)
+                if self._messages is not None:
+                    self._messages.append(turn.message)
         return turn
 
     def append(self, content: str | Iterable[int]) -> None:
@@ -218,7 +249,9 @@ class Context:
             raise LoopError("append() while generate() runs on the same context")
         if isinstance(content, str):
             content = self._core.tokenizer("append(text)").encode(content)
-        ids = token_column(content)
+        if self._core.frozen:
+            raise LoopError(f"append() on rollout {self._core.uid}, whose sample was made")
+        ids = self._core.checked(content)
         room = self.remaining
         if len(ids) > room:
             self._core.cut = True
@@ -241,6 +274,10 @@ class Context:
         known = self._messages
         suffix = None
         if self._response.policy_tokens:
+            if not self._response.ends_with_policy:
+                raise LoopError(
+                    "append_messages() follows the policy's turn; give it all messages at once"
+                )
             closed = self._response.last_id in self._core.services.stop_token_ids
             suffix = tokenizer.render_suffix(messages, tools=self._tools, closed=closed)
         if suffix is not None:
@@ -259,13 +296,11 @@ class Context:
         response = self._response.without_trailing_context() if trim else self._response.seal()
         return Segment(memoryview(self._prompt_ids).toreadonly(), response)
 
-    async def _run_turn(self, sampling: Sampling, max_tokens: int) -> Turn:
+    async def _run_turn(self, sampling: Sampling, start: int, cap: int) -> Turn:
         services = self._core.services
-        start = len(self._response)
-        cap = min(max_tokens, self.remaining)
         limit = services.gate.limit(services.limits.turn)
         reason: Literal["stop", "length"] | None = None
-        attempts = empty = 0
+        attempts = empty = resumed = 0
         if cap <= 0:
             self._core.cut = True
             await checkpoint()
@@ -274,6 +309,7 @@ class Context:
             if got >= cap:
                 reason = "length"
                 break
+            resumed = resumed or got
             epoch = services.gate.epoch
             attempt, stopped = await self._run_attempt(sampling, start, cap - got, limit)
             attempts += 1
@@ -288,7 +324,7 @@ class Context:
                     )
         if attempts and start == len(self._response):
             raise InferenceError("the server's answer is unusable: it ended without a single token")
-        if attempts > 1:
+        if resumed:
             services.counters.resumed_turns += 1
         ids = self._response[start:].ids
         return Turn(
@@ -321,6 +357,7 @@ class Context:
             nonlocal attempt, usable
             attempt = self._attempt(sampling, start, cap, number)
             usable = True
+            self._running = attempt
             services.instruments.tell("turn_started", attempt)
             return attempt
 
@@ -330,12 +367,13 @@ class Context:
             usable = False
             if isinstance(error, InferenceError | UnsupportedSampling):
                 raise
-            if isinstance(error, TimeoutError):
+            if isinstance(error, OverLimit):
                 message = f"the turn took over {services.limits.turn} s"
             else:
-                message = f"the controller raised {type(error).__name__}: {error}"
+                message = f"the controller raised {describe(error)}"
             raise InferenceError(message) from error
         finally:
+            self._running = None
             if attempt is not None:
                 stopped = self._keep(attempt, sampling, start, usable)
                 services.instruments.tell("turn_ended", attempt)
@@ -348,22 +386,24 @@ class Context:
             sampling = evolve(sampling, seed=attempt_seed(base, self._core.uid, number))
         if sampling.min_tokens:
             got = len(self._response) - start
-            sampling = evolve(sampling, min_tokens=max(0, sampling.min_tokens - got))
+            least = min(max(0, sampling.min_tokens - got), cap)
+            sampling = evolve(sampling, min_tokens=least)
         return Attempt(
             memoryview(self._prompt_ids + self._response.packed_ids).toreadonly(),
             max_tokens=cap,
             sampling=sampling,
             affinity=self._core.uid,
             version=services.gate.version,
-            vocab_size=services.controller.capabilities.vocab_size,
+            vocab_size=services.capabilities.vocab_size,
             counters=services.counters,
+            newest_version=lambda: services.gate.version,
         )
 
     def _keep(self, attempt: Attempt, sampling: Sampling, start: int, usable: bool) -> bool:
         """Moves what an attempt received into the response; synchronous, so no cancellation can lose it."""
         counters = self._core.services.counters
         received = attempt.received
-        if not usable:
+        if not usable or self._core.frozen:
             counters.discarded += len(received)
             return False
         if attempt.finish_reason is None and not received:
@@ -374,7 +414,12 @@ class Context:
             # The server saw the partial as its prompt, so a stop string across the seam is ours to find.
             whole = [*self._response[start:].ids, *received.ids]
             seam = len(self._response) - start
-            stop_at = tokens_through_stop(whole, seam, sampling.stop, tokenizer.decode)
+            try:
+                stop_at = tokens_through_stop(whole, seam, sampling.stop, tokenizer.decode)
+            except (
+                Exception
+            ):  # the tokens are kept first; the turn's end will decode them again, and raise
+                stop_at = None
             if stop_at is not None:
                 counters.discarded += len(whole) - stop_at
                 received = received[: stop_at - seam]

@@ -48,7 +48,7 @@ from ._table import GroupTable
 from ._task import TaskSpec
 from ._workers import Workers
 from .abc import InferenceController, Instrument, PauseMode, Tokenizer
-from .errors import EndOfPrompts, EngineBroken, EngineBusy, EngineClosed, Starved, leaves
+from .errors import EndOfPrompts, EngineBroken, EngineBusy, EngineClosed, Starved, describe, leaves
 
 __all__ = ["Engine"]
 
@@ -190,6 +190,7 @@ class Engine:
     async def _leave(self, exc: BaseException | None) -> bool:
         self._state = _State.CLOSED
         self._production.cancel()
+        self._ready.ring()  # a consumer in another task hears it now
         try:
             with self._ready:
                 traceback = None if exc is None else exc.__traceback__
@@ -198,8 +199,9 @@ class Engine:
                 )
         except BaseExceptionGroup as group:
             # Python re-raises the body's own error once we return: it is never seen inside a group.
-            foreign = [e for e in leaves(group) if e is not exc and not _is_cancellation(e)]
-            if exc is None or foreign:
+            own = set() if exc is None else {id(error) for error in leaves(exc)}
+            foreign = [e for e in leaves(group) if id(e) not in own and not _is_cancellation(e)]
+            if foreign or exc is None:
                 raise (foreign or [group])[0] from None
             return False
         if exc is None and not self._told:
@@ -233,9 +235,11 @@ class Engine:
         except Exception as error:
             self._break("production failed", error)
         finally:
-            with CancelScope(shield=True):  # bounded by `exit_grace`
-                await parts.workers.drain(self._exit_grace)
-            self._production_over.set()
+            try:
+                with CancelScope(shield=True):  # bounded by `exit_grace`
+                    await parts.workers.drain(self._exit_grace)
+            finally:
+                self._production_over.set()
 
     # What a trainer calls
 
@@ -413,6 +417,7 @@ class Engine:
             services = RolloutServices(
                 task=spec.name,
                 controller=self._controller,
+                capabilities=capabilities,
                 gate=gate,
                 tokenizer=self._tokenizer,
                 workers=workers,
@@ -457,12 +462,14 @@ class Engine:
                     judging=judging,
                     is_cancelled=lambda: self._production.cancel_called,
                     on_settled=partial(self._settled, spec.name),
+                    on_crash=partial(self._break, "production failed"),
                 ),
                 share=(
                     None
                     if self._batch_size is None
                     else self._batch_size * allocation.fraction(spec.name)
                 ),
+                on_crash=partial(self._break, "production failed"),
             )
 
         def readings() -> dict[str, Reading]:
@@ -518,7 +525,7 @@ class Engine:
     def _break(self, why: str, cause: BaseException) -> None:
         """Ends production for good; what is in flight settles. Every call raises from now on."""
         causes = list(leaves(cause))
-        self._broken = self._broken or f"{why}: {causes[0]}"
+        self._broken = self._broken or f"{why}: {describe(causes[0])}"
         self._causes.extend(causes)
         _log.error("the engine is broken: %s", why, exc_info=cause)
         self._production.cancel()

@@ -20,7 +20,11 @@ from ._attempt import Attempt
 from ._slots import Slots
 from .errors import InferenceError
 
-__all__ = ["Gate", "Limit"]
+__all__ = ["Gate", "Limit", "OverLimit"]
+
+
+class OverLimit(Exception):
+    """A limit of ours is over; apart from any `TimeoutError` that user code raises itself."""
 
 
 class Gate:
@@ -87,7 +91,7 @@ class Gate:
 
         Raises:
             InferenceError: The controller returned without finishing the attempt; or what it raised.
-            TimeoutError: The limit is over.
+            OverLimit: The limit is over.
         """
         while True:
             while self.closed:
@@ -149,7 +153,7 @@ class Gate:
 
 
 class Limit:
-    """Raises `TimeoutError` in its block after so many seconds with the gate open."""
+    """Raises `OverLimit` in its block after so many seconds with the gate open."""
 
     def __init__(self, gate: Gate, seconds: float) -> None:
         self._gate = gate
@@ -179,5 +183,5 @@ class Limit:
         self._gate.leave_limit(self)
         swallowed = self._scope.__exit__(exc_type, exc, traceback)
         if self._scope.cancelled_caught:
-            raise TimeoutError
+            raise OverLimit
         return swallowed

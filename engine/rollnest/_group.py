@@ -6,20 +6,26 @@ ended count as they ended, the others are frozen as ABORTED with everything they
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
-from anyio import create_task_group, current_time
+from anyio import create_task_group, current_time, get_cancelled_exc_class
 
 from ._context import RolloutServices
+from ._gate import OverLimit
 from ._judging import Judging
 from ._records import Failure, FailureKind, Prompt, Sample, Status
+from ._response import token_column
 from ._rollout import Rollout
 from ._slots import Slots
 from ._table import GroupTable, Row
 from ._task import TaskSpec
-from .errors import DataError, InferenceError, JudgeError, ToolError, leaves
+from .errors import DataError, InferenceError, JudgeError, LoopError, ToolError, describe, leaves
 
 __all__ = ["GroupRunner"]
+
+_log = logging.getLogger("rollnest")
 
 
 class GroupRunner:
@@ -38,6 +44,7 @@ class GroupRunner:
         judging: Judging | None,
         is_cancelled: Callable[[], bool],
         on_settled: Callable[[], None],
+        on_crash: Callable[[Exception], None],
     ) -> None:
         self._spec = spec
         self._table = table
@@ -45,6 +52,7 @@ class GroupRunner:
         self._judging = judging
         self._is_cancelled = is_cancelled
         self._on_settled = on_settled
+        self._on_crash = on_crash
         self.produced_samples = 0
         self.live: set[_LiveGroup] = set()
 
@@ -64,6 +72,10 @@ class GroupRunner:
         started = current_time()
         try:
             await group.run()
+        except Exception as error:
+            # Nothing of a user's gets here: it is a fault of ours. Said before the siblings are cancelled, so that
+            # they settle as what they are.
+            self._on_crash(error)
         finally:
             # No await from here on: nothing can come between the freezing and the table.
             samples = group.freeze(cancelled=self._is_cancelled())
@@ -147,8 +159,8 @@ class _LiveGroup:
             raise DataError(f"prompt {prompt.uid!r} has messages only, and the engine no tokenizer")
         else:
             ids = await self._render(prompt)
-        vocab_size = services.controller.capabilities.vocab_size
-        if not ids:
+        vocab_size = services.capabilities.vocab_size
+        if not len(ids):
             raise DataError(f"prompt {prompt.uid!r} has no tokens")
         if max(ids) >= vocab_size:
             raise DataError(
@@ -161,23 +173,41 @@ class _LiveGroup:
         messages = prompt.messages or ()
 
         def render() -> Sequence[int]:
-            return [] if tokenizer is None else tokenizer.render(messages, tools=tools)
-
-        try:
-            return await self._services.workers.run(
-                f"tokenizer of {prompt.uid}", _UNBOUNDED, render
+            return token_column(
+                () if tokenizer is None else tokenizer.render(messages, tools=tools)
             )
+
+        name = f"tokenizer of {prompt.uid}"
+        try:
+            return await self._services.workers.run(name, _UNBOUNDED, nullcontext(), render)
         except Exception as error:
             raise DataError(
-                f"prompt {prompt.uid!r} can't be rendered: {type(error).__name__}: {error}"
+                f"prompt {prompt.uid!r} can't be rendered: {describe(error)}"
             ) from error
 
     async def _run_member(self, rollout: Rollout) -> None:
         """Runs one member to its frozen sample; raises nothing that is an `Exception`."""
-        limits = self._spec.limits
         try:
-            with self._services.gate.limit(limits.sample):
+            await self._generate_and_judge(rollout)
+        except BaseExceptionGroup as group:
+            # A loop with tasks of its own, of which one raised while all were cancelled. The cancellation goes on
+            # alone: with the error it would break the engine, and the member is ABORTED whatever its cleanup did.
+            cancelled, rest = group.split(get_cancelled_exc_class())
+            if cancelled is None or any(
+                not isinstance(e, Exception) for e in leaves(rest or group)
+            ):
+                raise
+            _log.warning("%s raised while it was cancelled", rollout.uid, exc_info=rest)
+            raise cancelled from None
+
+    async def _generate_and_judge(self, rollout: Rollout) -> None:
+        limit = self._spec.limits.sample
+        try:
+            with self._services.gate.limit(limit):
                 await self._spec.loop.generate_sample(rollout)
+        except OverLimit:
+            self._end(rollout, LoopError(f"the agent loop took over {limit} s"))
+            return
         except Exception as error:
             self._end(rollout, error)
             return

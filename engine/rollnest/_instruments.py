@@ -33,5 +33,7 @@ class Instruments:
                 getattr(instrument, hook)(*args)
             except Exception:
                 # Watching must not change what is watched; the log has the traceback.
-                self._listeners[hook].remove(instrument)
+                for listeners in self._listeners.values():
+                    if instrument in listeners:
+                        listeners.remove(instrument)
                 _log.exception("instrument %r raised in %s and is taken out", instrument, hook)

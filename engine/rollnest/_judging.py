@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from inspect import isawaitable, iscoroutinefunction
+from inspect import iscoroutinefunction
 from typing import Any, cast
 
 from attrs import evolve
 
-from ._gate import Gate
+from ._gate import Gate, OverLimit
 from ._records import Failure, Sample, Status, Verdict
 from ._slots import Slots
 from ._workers import Workers
@@ -52,25 +52,20 @@ class Judging:
         Cancellation: an async judger is cancelled; a sync one's thread is abandoned. The sample stays unjudged.
         """
         try:
-            with self._gate.limit(self._limit):
-                answer = await self._ask(sample)
-            return evolve(sample, verdict=as_verdict(answer))
-        except TimeoutError as error:
-            late = JudgeError(f"the judger took over {self._limit} s")
-            late.__cause__ = error
-            return _failed(sample, late)
-        except JudgeError as error:
-            return _failed(sample, error)
+            return evolve(sample, verdict=as_verdict(await self._ask(sample)))
+        except OverLimit:
+            return _failed(sample, JudgeError(f"the judger took over {self._limit} s"))
         except Exception as error:
             return _failed(sample, error)
 
     async def _ask(self, sample: Sample) -> Any:
+        limit = self._gate.limit(self._limit)
         if self._is_async:
             async with self._slots:
-                return await self._judge(sample)
+                with limit:  # waiting for the slot is not judging
+                    return await self._judge(sample)
         name = f"judger of {sample.task}/{sample.prompt.uid}"
-        answer = await self._workers.run(name, self._slots, self._judge, sample)
-        return await answer if isawaitable(answer) else answer
+        return await self._workers.run(name, self._slots, limit, self._judge, sample)
 
 
 def as_verdict(answer: object) -> Verdict:

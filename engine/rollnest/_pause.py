@@ -15,14 +15,21 @@ import logging
 from collections.abc import Callable
 from types import TracebackType
 
-from anyio import current_time, fail_after, move_on_after, sleep
+from anyio import current_time, fail_after, get_cancelled_exc_class, move_on_after, sleep
 from anyio.lowlevel import checkpoint
 
 from ._checks import check_real, check_whole
 from ._gate import Gate
 from ._instruments import Instruments
 from .abc import InferenceController, PauseMode, WeightSource
-from .errors import EngineBroken, EngineBusy, PauseFailed, WeightsState, WeightUpdateFailed
+from .errors import (
+    EngineBroken,
+    EngineBusy,
+    PauseFailed,
+    WeightsState,
+    WeightUpdateFailed,
+    describe,
+)
 
 __all__ = ["Pause", "PauseContext"]
 
@@ -79,19 +86,21 @@ class Pause:
                 f"the server reports version {reported} after an update to {version}",
                 weights=WeightsState.UNKNOWN,
             )
-        self._publish(version)
+        self._gate.version = version
+        self.weights = WeightsState.NEW
 
-    def published(self, version: int) -> None:
+    async def published(self, version: int) -> None:
         """Says that the trainer has moved new weights into the policy itself.
+
+        The controller is told: it drops what it cached under older weights, and its server's own label follows.
 
         Raises:
             ValueError: The version does not rise.
-        """
-        self._publish(self._next(version))
+            WeightUpdateFailed: The server reports another version afterwards.
 
-    def _publish(self, version: int) -> None:
-        self._gate.version = version
-        self.weights = WeightsState.NEW
+        Cancellation: as in `update_weights`.
+        """
+        await self.update_weights(_moved_already, version)
 
     def _next(self, version: int | None) -> int:
         if not self.open:
@@ -106,6 +115,10 @@ class Pause:
     def __repr__(self) -> str:
         state = f"quiet after {self.quiet_seconds * 1e3:.1f} ms" if self.open else "over"
         return f"<Pause {state}, v{self._gate.version}, weights {self.weights.value}>"
+
+
+async def _moved_already() -> None:
+    await checkpoint()
 
 
 class PauseContext:
@@ -211,22 +224,37 @@ class PauseContext:
                 f"the controller did not confirm the pause within {self._control_timeout} s"
             ) from error
         except Exception as error:
-            raise PauseFailed(f"the controller did not pause: {error}") from error
+            raise PauseFailed(f"the controller did not pause: {describe(error)}") from error
 
     async def _leave(self, leaving: BaseException | None) -> None:
         """Lets production go on; a controller that can't breaks the engine."""
+        known = False
         try:
-            failure = await self._resume()
-            if failure is None:
-                self._gate.open()
-                self._instruments.tell("gate_opened", self._gate.version)
-                return
-            broken = f"the controller did not resume: {failure}"
-            self._break_engine(broken, failure)
-            if leaving is None:
-                raise EngineBroken(broken, causes=[failure])
+            try:
+                failure = await self._resume()
+            except get_cancelled_exc_class():
+                # Only asyncio's own task.cancel() gets through the shield. Whether the controller was asked is not
+                # known then; asking twice does no harm.
+                failure = await self._resume()
+                known = True
+                self._go_on(failure)
+                raise
+            known = True
+            self._go_on(failure)
+            if failure is not None and leaving is None:
+                message = f"the controller did not resume: {describe(failure)}"
+                raise EngineBroken(message, causes=[failure]) from failure
         finally:
+            if not known:
+                self._go_on(RuntimeError("cancelled again and again"))
             self._release()
+
+    def _go_on(self, failure: Exception | None) -> None:
+        if failure is None:
+            self._gate.open()
+            self._instruments.tell("gate_opened", self._gate.version)
+        else:
+            self._break_engine("the controller did not resume", failure)
 
     async def _resume(self) -> Exception | None:
         """Resumes the controller, whatever is being cancelled, within `control_timeout`."""

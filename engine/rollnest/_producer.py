@@ -6,7 +6,10 @@ first, then fresh prompts. Before every draw it looks whether it is cancelled, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from anyio import create_task_group
+from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint_if_cancelled
 
 from ._bell import Bell
@@ -39,6 +42,7 @@ class Producer:
         gate: Gate,
         runner: GroupRunner,
         share: float | None,
+        on_crash: Callable[[Exception], None],
     ) -> None:
         self.spec = spec
         self.table = table
@@ -48,6 +52,7 @@ class Producer:
         self._sampler = sampler
         self._gate = gate
         self._share = share
+        self._on_crash = on_crash
 
     @property
     def demand(self) -> int:
@@ -93,16 +98,21 @@ class Producer:
         """
         with self.bell:
             async with create_task_group() as groups:
-                while True:
-                    while self.room > 0:
-                        await checkpoint_if_cancelled()
-                        row = self._draw()
-                        if row is None:
-                            break
-                        groups.start_soon(
-                            self.runner.run, row, name=f"group {self.spec.name}/{row.visit}"
-                        )
-                    await self.bell.wait()
+                try:
+                    await self._produce(groups)
+                except Exception as error:
+                    # Said before the groups are cancelled, so that they settle as what they are.
+                    self._on_crash(error)
+
+    async def _produce(self, groups: TaskGroup) -> None:
+        while True:
+            while self.room > 0:
+                await checkpoint_if_cancelled()
+                row = self._draw()
+                if row is None:
+                    break
+                groups.start_soon(self.runner.run, row, name=f"group {self.spec.name}/{row.visit}")
+            await self.bell.wait()
 
     def _draw(self) -> Row | None:
         row = self.table.redraw()

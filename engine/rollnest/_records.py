@@ -17,6 +17,7 @@ from attrs.validators import deep_iterable, in_, instance_of, optional
 from ._checks import check_real, text, whole
 from ._options import Sampling
 from ._response import Response, token_column
+from .errors import describe
 
 __all__ = [
     "Batch",
@@ -162,8 +163,7 @@ class Failure:
     @classmethod
     def of(cls, kind: FailureKind, error: BaseException) -> Failure:
         """Describes an error."""
-        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return cls(kind, message, "".join(traceback.format_exception(error)))
+        return cls(kind, describe(error), "".join(traceback.format_exception(error)))
 
 
 @frozen
@@ -188,7 +188,7 @@ class Turn:
     """What one `generate()` brought.
 
     Attributes:
-        finish_reason: `"stop"` or `"length"`.
+        finish_reason: `"stop"`, `"length"`, or `"abort"` if the loop itself cancelled the turn.
         text: The turn's text, decoded once from all its ids, without special tokens; `None` without a tokenizer.
         segment: Index of the segment it stands in.
         start: Where it starts in that segment's response.
@@ -196,7 +196,7 @@ class Turn:
         attempts: How many requests it took; above 1 it went on from a partial.
     """
 
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
     text: str | None
     segment: int
     start: int

@@ -75,6 +75,11 @@ class Response:
         return self._ids[-1] if self._ids else None
 
     @property
+    def ends_with_policy(self) -> bool:
+        """Whether the policy sampled the last token."""
+        return self._origin.endswith(_POLICY)
+
+    @property
     def logprobs(self) -> memoryview[float]:
         """Logprob of each token when it was sampled, float32; 0.0 where the policy did not sample it."""
         # The cast pair tells the type checker what the array's own format already says.

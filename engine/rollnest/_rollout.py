@@ -7,17 +7,19 @@ when the loop returns.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from inspect import isawaitable, iscoroutinefunction
+from inspect import iscoroutinefunction
 from random import Random
 from typing import TypeVar, TypeVarTuple, cast
 
 from anyio import current_time
+from attrs import evolve
 
 from ._context import Context, RolloutCore, RolloutServices
+from ._gate import OverLimit
 from ._options import Sampling
-from ._records import Failure, Message, Prompt, Sample, Status, Turn
+from ._records import Failure, Message, Prompt, Sample, Segment, Status, Turn
 from ._response import Response
-from .errors import ToolError
+from .errors import LoopError, ToolError, describe
 
 __all__ = ["Rollout"]
 
@@ -133,6 +135,8 @@ class Rollout:
 
         Cancellation: like `generate`.
         """
+        if not messages or messages[-1].get("role") == "assistant":
+            raise LoopError("chat() needs a conversation that does not end with the assistant")
         context = self._branch(messages, tools)
         if context is None:
             ids = self._core.tokenizer("chat()").render(messages, tools=tools)
@@ -150,20 +154,19 @@ class Rollout:
         """
         services = self._core.services
         name = getattr(function, "__name__", repr(function))
+        limit = services.gate.limit(services.limits.tool)
         try:
             if iscoroutinefunction(function):
                 async with services.tool_slots:
-                    with services.gate.limit(services.limits.tool):
+                    with limit:
                         return cast("T", await function(*args))
-            with services.gate.limit(services.limits.tool):
-                answer = await services.workers.run(
-                    f"tool {name} of {self.uid}", services.tool_slots, function, *args
-                )
-                return cast("T", await answer if isawaitable(answer) else answer)
-        except TimeoutError as error:
+            return await services.workers.run(
+                f"tool {name} of {self.uid}", services.tool_slots, limit, function, *args
+            )
+        except OverLimit as error:
             raise ToolError(f"tool {name} took over {services.limits.tool} s") from error
         except Exception as error:
-            raise ToolError(f"tool {name} raised {type(error).__name__}: {error}") from error
+            raise ToolError(f"tool {name} raised {describe(error)}") from error
 
     def segment(self, ids: Iterable[int]) -> Context:
         """Opens another token context, with a prompt of its own.
@@ -200,6 +203,7 @@ class Rollout:
             failure: Why, if `status` is `FAILED`.
         """
         core = self._core
+        core.frozen = True
         reason = core.finish_reason
         if core.cut:
             reason = "length"
@@ -210,18 +214,19 @@ class Rollout:
             if failure is None and not self.policy_tokens:
                 failure = Failure("loop", "the loop returned without generating a token")
             status = Status.FAILED if failure else Status.COMPLETED
+        segments = tuple(context.freeze(trim=core.cut) for context in core.contexts)
         return Sample(
             task=core.services.task,
             prompt=core.prompt,
             visit=self._visit,
             index=self._index,
             status=status,
-            segments=tuple(context.freeze(trim=core.cut) for context in core.contexts),
-            turns=tuple(core.turns),
+            segments=segments,
+            turns=tuple(_within(turn, segments[turn.segment]) for turn in core.turns),
             finish_reason=reason,
             failure=failure,
             sampling=core.services.sampling,
-            logprobs_mode=core.services.controller.capabilities.logprobs,
+            logprobs_mode=core.services.capabilities.logprobs,
             generate_seconds=current_time() - self._started,
         )
 
@@ -231,7 +236,7 @@ class Rollout:
         """The context that holds the longest beginning of a conversation, with the rest appended."""
         for context in sorted(self._core.contexts, key=lambda c: -len(c.messages or ())):
             known = context.messages
-            if known is None or context.busy or (tools or None) != context.tools:
+            if known is None or context.busy or (tuple(tools) if tools else None) != context.tools:
                 continue
             if len(known) > len(messages) or not all(map(_same, known, messages)):
                 continue
@@ -241,6 +246,12 @@ class Rollout:
             if rest and not any(message.get("role") == "assistant" for message in rest):
                 return context.append_messages(rest)
         return None
+
+
+def _within(turn: Turn, segment: Segment) -> Turn:
+    """An empty turn may stand behind context that was trimmed."""
+    end = len(segment)
+    return turn if turn.stop <= end else evolve(turn, start=min(turn.start, end), stop=end)
 
 
 def _same(one: Message, other: Message) -> bool:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import isawaitable
 from threading import Lock
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 from anyio import CapacityLimiter, Event, move_on_after, to_thread
 from anyio.lowlevel import current_token
 
 from ._slots import Slots
+from .errors import describe
 
 __all__ = ["Workers", "set_clock_hold"]
 
@@ -47,20 +49,36 @@ class Workers:
         # Our slots bound the threads; anyio's own default of 40 would be a second, hidden bound.
         self._threads = CapacityLimiter(math.inf)
 
-    async def run(self, name: str, slots: Slots, function: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Calls a function in a worker thread, within a slot.
+    async def run(
+        self,
+        name: str,
+        slots: Slots,
+        limit: AbstractContextManager[None],
+        function: Callable[[*Ts], T | Awaitable[T]],
+        *args: *Ts,
+    ) -> T:
+        """Calls a function in a worker thread, within a slot; an awaitable that it returns is awaited here.
+
+        Args:
+            name: Names the call while it runs.
+            slots: Where it takes its slot; waiting for one is not counted.
+            limit: Entered around the call.
+            function: What is called.
+            args: Its arguments.
 
         Cancellation: returns at once; the thread runs on, keeps its slot and is counted in `abandoned`.
         """
         await slots.acquire()
         call = _Call(name, slots, self)
         try:
-            with _clock_hold():
-                return await to_thread.run_sync(
-                    partial(call.work, function, args),
-                    abandon_on_cancel=True,
-                    limiter=self._threads,
-                )
+            with limit:
+                with _clock_hold():
+                    (answer,) = await to_thread.run_sync(
+                        partial(call.work, function, args),
+                        abandon_on_cancel=True,
+                        limiter=self._threads,
+                    )
+                return cast("T", await answer if isawaitable(answer) else answer)
         finally:
             call.leave()
 
@@ -102,14 +120,19 @@ class _Call:
         self._left = False
         self._post = _poster()
 
-    def work(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-        """Runs in the thread."""
+    def work(self, function: Callable[..., T], args: tuple[Any, ...]) -> tuple[T]:
+        """Runs in the thread. The answer comes in a tuple, since trio refuses a coroutine as one."""
         with self._lock:
             if self._left:
                 raise RuntimeError("the waiter went before the thread began")  # nobody sees it
             self._running = True
         try:
-            return function(*args)
+            return (function(*args),)
+        except Exception:
+            raise
+        except BaseException as error:
+            # In a thread of ours neither exit() nor a cancellation means the whole run.
+            raise RuntimeError(describe(error)) from error
         finally:
             with self._lock:
                 self._running = False

@@ -156,6 +156,16 @@ class Starved(RollnestError):
         self.reasons: dict[str, int] = dict(reasons)
 
 
+def describe(error: BaseException) -> str:
+    """Returns an error's type and text, also of one whose text can't be made."""
+    name = type(error).__name__
+    try:
+        text = str(error)
+    except Exception as broken:
+        text = f"(its text can't be made: {type(broken).__name__})"
+    return f"{name}: {text}" if text else name
+
+
 def leaves(error: BaseException) -> Iterator[BaseException]:
     """Yields the errors in an exception group, flat; an error that is no group itself."""
     if isinstance(error, BaseExceptionGroup):
