@@ -219,22 +219,21 @@ class Context:
         cap = min(max_tokens or sampling.max_tokens, self.remaining)
         self._busy = True
         self._reserved = start + cap
-        turn: Turn | None = None
+        done: Turn | None = None
         try:
-            turn = await self._run_turn(sampling, start, cap)
+            done = turn = await self._run_turn(sampling, start, cap)
+            return turn
         finally:
             self._busy = False
             self._reserved = 0
-            if turn is None and len(self._response) > start:
+            end = len(self._response)
+            if done is None and end > start:
                 # The loop's own timeout, or a failure after a partial: what is in the response is in a turn.
-                turn = Turn(
-                    "abort", None, self._index, start, len(self._response), 1, self._response
-                )
-            if turn is not None:
-                core.turns.append(turn)
+                done = Turn("abort", None, self._index, start, end, 1, self._response)
+            if done is not None:
+                core.turns.append(done)
                 if self._messages is not None:
-                    self._messages.append(turn.message)
-        return turn
+                    self._messages.append(done.message)
 
     def append(self, content: str | Iterable[int]) -> None:
         """Appends raw text or ids that the policy did not sample; they are context, never trained.

@@ -199,7 +199,7 @@ class Engine:
                 )
         except BaseExceptionGroup as group:
             # Python re-raises the body's own error once we return: it is never seen inside a group.
-            own = set() if exc is None else {id(error) for error in leaves(exc)}
+            own: set[int] = set() if exc is None else {id(error) for error in leaves(exc)}
             foreign = [e for e in leaves(group) if id(e) not in own and not _is_cancellation(e)]
             if foreign or exc is None:
                 raise (foreign or [group])[0] from None
