@@ -1,6 +1,6 @@
 """The table of bad input: what is fed in, and what must come of it. The docs' page is made from it.
 
-    python -m tests.bad_input          # writes docs/bad-input.md
+python -m tests.bad_input          # writes docs/bad-input.md
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ def producing(
 
     async def produce() -> Outcome:
         good = Reply([5, 0])
-        controller = ScriptedController(
-            lambda _: reply or good, vocab_size=100, max_context=16
-        )
+        controller = ScriptedController(lambda _: reply or good, vocab_size=100, max_context=16)
         recording = RecordingInstrument()
         with ExitStack() as stack:
             if release is not None:
@@ -201,10 +199,9 @@ def cases() -> list[Case]:
         ),
         Case(
             "messages without a tokenizer",
-            producing(prompts=["hello"]),
-            named=("'0'", "tokenizer"),
-            status="FAILED",
-            ledger=dropped(kind="data", n=0, s="s"),
+            raising(lambda: Engine(ScriptedController(), task(prompts=["hello"]))),
+            "ValueError",
+            ("tokenizer", "'0'", "'task'"),
         ),
         Case("no prompts", raising(lambda: task(prompts=[])), "ValueError", ("prompts", "empty")),
         Case("a prompt without content", raising(lambda: Prompt("p")), "ValueError", ("'p'",)),
@@ -228,7 +225,9 @@ def cases() -> list[Case]:
             "ValueError",
             ("weight", "0"),
         ),
-        Case("group size 0", raising(lambda: task(group_size=0)), "ValueError", ("group_size", "0")),
+        Case(
+            "group size 0", raising(lambda: task(group_size=0)), "ValueError", ("group_size", "0")
+        ),
         Case(
             "batch size 0",
             raising(lambda: Engine(ScriptedController(), task(), batch_size=0)),
@@ -293,9 +292,7 @@ def cases() -> list[Case]:
         ),
         Case(
             "a judger that blocks",
-            producing(
-                judger=blocking_judge(release), release=release, limits=Limits(judge=30.0)
-            ),
+            producing(judger=blocking_judge(release), release=release, limits=Limits(judge=30.0)),
             named=("30.0 s",),
             status="FAILED",
             ledger=judged,

@@ -53,8 +53,24 @@ def test_wrong_arguments_exit_2_and_say_why(
 def test_a_model_that_is_not_there_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["demo", "--model", str(tmp_path / "nowhere")]) == 1
-    assert capsys.readouterr().err == f"rollnest: --model: no directory '{tmp_path / 'nowhere'}'\n"
+    nowhere = str(tmp_path / "nowhere")
+    assert main(["demo", "--model", nowhere, "--out", str(tmp_path / "r.html")]) == 1
+    assert capsys.readouterr().err == f"rollnest: --model: no directory {nowhere!r}\n"
+
+
+def test_a_directory_without_a_model_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["demo", "--model", str(tmp_path), "--out", str(tmp_path / "r.html")]
+    assert main(arguments) == 1
+    assert "holds no model that can be loaded" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_found_out_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    assert "Is a directory" in capsys.readouterr().err
 
 
 def test_a_missing_package_names_its_extra(

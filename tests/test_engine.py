@@ -81,7 +81,7 @@ async def test_sync_strategy_starts_exactly_what_is_lacking() -> None:
 
 async def test_async_strategy_runs_ahead_of_the_trainer_and_no_further() -> None:
     controller = ScriptedController(rate=10.0)
-    task = spec(strategy=AsyncStrategy(max_staleness=1))
+    task = spec(strategy=AsyncStrategy(max_staleness=2))
     async with Engine(controller, task, batch_size=3) as engine:
         await anyio.sleep(100)
         assert engine.statistics().tasks["task"].ready == 6  # (1 + lead) batches

@@ -115,6 +115,8 @@ class Engine:
         instruments: Sequence[Instrument] = (),
     ) -> None:
         specs = _check_tasks(tasks, batch_size)
+        if tokenizer is None:
+            _check_token_ids(specs)
         if batch_size is not None:
             check_whole("batch_size", batch_size, 1)
         check_real("control_timeout", control_timeout, 0, open_below=True)
@@ -586,6 +588,15 @@ def _check_tasks(
     if not any(spec.weight for spec in specs):
         raise ValueError("weight is 0 for every task; at least one must be above 0")
     return specs
+
+
+def _check_token_ids(specs: Sequence[TaskSpec]) -> None:
+    for spec in specs:
+        for prompt in spec.prompts:
+            if prompt.token_ids is None:
+                raise ValueError(
+                    f"tokenizer is required: prompt {prompt.uid!r} of task {spec.name!r} has messages only"
+                )
 
 
 def _check_starved(producers: Mapping[str, Producer]) -> None:

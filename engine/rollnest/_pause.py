@@ -15,7 +15,14 @@ import logging
 from collections.abc import Callable
 from types import TracebackType
 
-from anyio import current_time, fail_after, get_cancelled_exc_class, move_on_after, sleep
+from anyio import (
+    current_time,
+    fail_after,
+    get_cancelled_exc_class,
+    move_on_after,
+    sleep,
+    sleep_forever,
+)
 from anyio.lowlevel import checkpoint
 
 from ._checks import check_real, check_whole
@@ -201,12 +208,6 @@ class PauseContext:
                     await sleep(again)
                     await self._abort([attempt.id for attempt in gate.in_flight])
                     again *= 2
-            gate.cut()
-            with gate.until_quiet():
-                await sleep(self._control_timeout)
-                raise PauseFailed(
-                    f"{len(gate.in_flight)} turns did not end within {self._control_timeout} s of being cancelled"
-                )
 
     async def _abort(self, ids: list[str] | None) -> None:
         try:
@@ -216,13 +217,21 @@ class PauseContext:
             _log.warning("the controller's abort() failed", exc_info=True)
 
     async def _confirm(self) -> None:
+        """Cuts what is still in flight, and has the controller confirm; both within one `control_timeout`."""
+        gate = self._gate
+        gate.cut()
         try:
             with fail_after(self._control_timeout):
+                with gate.until_quiet():
+                    await sleep_forever()
                 await self._controller.pause(self._mode)
         except TimeoutError as error:
-            raise PauseFailed(
-                f"the controller did not confirm the pause within {self._control_timeout} s"
-            ) from error
+            late = (
+                f"{len(gate.in_flight)} turns did not end after they were cancelled"
+                if gate.in_flight
+                else "the controller did not confirm the pause"
+            )
+            raise PauseFailed(f"{late} within {self._control_timeout} s") from error
         except Exception as error:
             raise PauseFailed(f"the controller did not pause: {describe(error)}") from error
 

@@ -75,8 +75,9 @@ class AsyncStrategy:
 
     Attributes:
         max_staleness: Most versions of lag in a delivered sample; older groups expire and are drawn again.
-        lead: How many batches to run ahead of the one the trainer waits for; `None` is as many as can still be
-            fresh enough, `max_staleness`.
+        lead: How many batches to run ahead of the next one; `None` is `max_staleness - 1`, at least 0. While the
+            trainer trains on a batch of version v, `1 + lead` batches become ready, and the last of them is taken at
+            version v + 1 + lead: a larger lead makes groups that expire.
     """
 
     max_staleness: int = field(default=1, validator=whole(0))
@@ -85,6 +86,6 @@ class AsyncStrategy:
 
     def room(self, production: Production) -> int:
         """See `ProduceStrategy.room`."""
-        lead = self.max_staleness if self.lead is None else self.lead
+        lead = max(0, self.max_staleness - 1) if self.lead is None else self.lead
         ahead = ceil((1 + lead) * production.share) - production.flight - production.ready
         return max(0, ahead, production.lacking - production.flight)

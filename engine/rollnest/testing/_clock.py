@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VirtualEventLoop", "VirtualTimeStuck", "free_running_threads", "virtual_backends"]
 
-_STUCK_AFTER = 3.0  # real seconds
+_STUCK_AFTER = 3.0  # real seconds; a thread that works for the engine is waited for longer
 
 
 class VirtualTimeStuck(RuntimeError):
@@ -50,7 +50,7 @@ class _VirtualSelector(selectors.DefaultSelector):
         events = super().select(_STUCK_AFTER)
         if not events and not self.holds:
             raise VirtualTimeStuck(
-                "nothing can run and no deadline is set; waited 30 real seconds for a thread"
+                "nothing can run and no deadline is set; no thread did anything for 3 real seconds"
             )
         return events
 

@@ -56,11 +56,17 @@ Script: TypeAlias = "Callable[[Attempt], Reply]"
 
 
 def expected_token(
-    prompt_ids: Sequence[int], *, vocab_size: int, stop_id: int, stop_every: int, version: int = 0
+    prompt_ids: Sequence[int],
+    *,
+    vocab_size: int,
+    stop_id: int,
+    stop_every: int,
+    version: int = 0,
+    salt: str = "",
 ) -> int:
     """The token that the default script puts after these ids: a hash of all of them, so a continuation that was sent
     the right ids goes on exactly as the uninterrupted turn would have."""
-    data = array("i", [version, *prompt_ids]).tobytes()
+    data = array("i", [version, *prompt_ids]).tobytes() + salt.encode()
     number = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
     if number % stop_every == 0:
         return stop_id
@@ -351,6 +357,7 @@ class ScriptedController:
                 stop_id=0,
                 stop_every=self._stop_every,
                 version=self._version,
+                salt=attempt.affinity,
             )
             ids.append(token)
             if token in stops:
