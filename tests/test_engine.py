@@ -532,7 +532,7 @@ async def test_calls_outside_the_block() -> None:
 
 async def test_leaving_in_mid_production_ends_everything() -> None:
     controller = ScriptedController(rate=10.0, stop_every=10_000)
-    task = spec(strategy=AsyncStrategy(), sampling=Sampling(100))
+    task = spec(strategy=AsyncStrategy(lead=1), sampling=Sampling(100))
     async with Engine(controller, task, batch_size=4) as engine:
         await anyio.sleep(0.5)
         assert len(controller.open) == 16

@@ -55,15 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _demo(parsed: argparse.Namespace) -> int:
     import os
 
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded; transformers reads it
+    # Read when transformers and tqdm are imported: nothing is downloaded, and the display is ours.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from rich.console import Console
 
+    from .demo.pretrained import ModelError
     from .demo.run import Options, run
 
     options = {name: value for name, value in vars(parsed).items() if name != "command"}
     try:
         run(Options(**options), Console())
-    except (OSError, ValueError) as error:
+    except (OSError, ModelError) as error:
         return _fail(str(error))
     return 0
 
