@@ -15,6 +15,7 @@ from rollnest import Batch, Group, Prompt, Response, Sample, Segment, Status, Ve
 from rollnest.advantages import for_groups, grpo, rloo
 from rollnest.testing.strategies import batches, groups
 from rollnest_adapters.torch import IGNORED, Packed, Padded, pack, pad
+from tests.tiny_llama import tiny_llama
 
 COLUMNS = ("input_ids", "labels", "advantages", "logprobs", "versions", "position_ids")
 
@@ -295,3 +296,34 @@ def test_to_moves_every_column(batch: Batch) -> None:
         for name in COLUMNS:
             assert getattr(tensors, name).device.type == "meta"
     assert moved[0].rows[0].sample is moved[1].rows[0].sample
+
+
+def test_packed_rows_do_not_attend_to_each_other() -> None:
+    model = tiny_llama().eval()
+    one = Response()
+    one.append_policy([5, 6, 7], [-1.0] * 3, 0)
+    two = Response()
+    two.append_policy([8, 9], [-1.0] * 2, 0)
+    rows = [([1, 2, 3], one.seal()), ([4, 5], two.seal())]
+    samples = [
+        Sample(
+            task="t",
+            prompt=Prompt("p", token_ids=[1]),
+            visit=0,
+            index=index,
+            status=Status.COMPLETED,
+            segments=(Segment(memoryview(array("i", prompt)), response),),
+            verdict=Verdict(float(index)),
+        )
+        for index, (prompt, response) in enumerate(rows)
+    ]
+    packed = pack([Group("t", samples[0].prompt, 0, samples)], grpo)
+    with torch.no_grad():
+        logits = model(
+            packed.input_ids[None], position_ids=packed.position_ids[None], use_cache=False
+        ).logits[0]
+        alone = [
+            model(torch.tensor([[*prompt, *response.ids]]), use_cache=False).logits[0]
+            for prompt, response in rows
+        ]
+    assert torch.allclose(logits, torch.cat(alone), atol=1e-4)

@@ -1,7 +1,12 @@
 """Training tensors from the groups of a `Batch`: packed into one line, or padded into rows.
 
     packed = pack(batch, advantages.grpo)
-    logits = model(packed.input_ids[None], position_ids=packed.position_ids[None]).logits[0]
+    logits = model(
+        packed.input_ids[None], position_ids=packed.position_ids[None], use_cache=False
+    ).logits[0]
+
+A transformers model tells packed rows apart by their position ids, but only without a cache: with `use_cache=True`,
+its default, rows would attend to each other.
 
 Every segment of every sample is one row: its prompt, then its response. Position `t` of a row holds token `t`, and
 everything that a loss needs about the token *after* it: label, advantage, logprob, version. So the last position of

@@ -160,8 +160,8 @@ class TransformersController:
         self._holders: set[_PauseHolder] = set()
         self._fault: str | None = None
         self._cause: BaseException | None = None
-        self.tokens_committed = 0
-        self.tokens_late = 0
+        self.tokens_committed: int = 0
+        self.tokens_late: int = 0
 
     def __repr__(self) -> str:
         state = "closed" if self._manager is None else "paused" if self._pause else "running"

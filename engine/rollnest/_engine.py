@@ -181,34 +181,31 @@ class Engine:
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
-    ) -> bool:
+    ) -> None:
         """Cancels production, waits until everything has settled, and closes the controller.
 
         Raises:
             EngineBroken: The engine broke, and the body left normally.
         """
-        return await self._leave(exc)
+        await self._leave(exc)
 
-    async def _leave(self, exc: BaseException | None) -> bool:
+    async def _leave(self, exc: BaseException | None) -> None:
         self._state = _State.CLOSED
         self._production.cancel()
         self._ready.ring()  # a consumer in another task hears it now
         try:
             with self._ready:
                 traceback = None if exc is None else exc.__traceback__
-                swallowed = await self._group.__aexit__(
-                    None if exc is None else type(exc), exc, traceback
-                )
+                await self._group.__aexit__(None if exc is None else type(exc), exc, traceback)
         except BaseExceptionGroup as group:
             # Python re-raises the body's own error once we return: it is never seen inside a group.
             own: set[int] = set() if exc is None else {id(error) for error in leaves(exc)}
             foreign = [e for e in leaves(group) if id(e) not in own and not _is_cancellation(e)]
             if foreign or exc is None:
                 raise (foreign or [group])[0] from None
-            return False
+            return
         if exc is None and not self._told:
             self._check_whole()
-        return bool(swallowed)
 
     async def _host_controller(self, *, task_status: TaskStatus[None]) -> None:
         """Keeps the controller open until production is over."""
