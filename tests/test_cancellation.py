@@ -5,6 +5,7 @@ Afterwards the table balances, no task and no thread is left, and the controller
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
@@ -64,7 +65,10 @@ WAYS: list[tuple[Literal["asyncio", "trio"], bool]] = [
 @pytest.mark.parametrize("state", [idle, producing, paused, updating])
 @pytest.mark.parametrize(("backend", "native"), WAYS, ids=["asyncio", "asyncio-native", "trio"])
 def test_cancelled_at_every_step(
-    state: State, backend: Literal["asyncio", "trio"], native: bool
+    state: State,
+    backend: Literal["asyncio", "trio"],
+    native: bool,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     step = 0
     while True:
@@ -83,7 +87,7 @@ def test_cancelled_at_every_step(
 
         async def operation() -> None:
             nonlocal entered
-            async with engine:
+            async with engine:  # noqa: B023
                 entered = True
                 await state(engine)  # noqa: B023
 
@@ -99,5 +103,7 @@ def test_cancelled_at_every_step(
             assert engine.statistics().total("flight") == 0, where
         if not report.cancelled:
             break
-    print(f"{state.__name__} on {backend}{' native' if native else ''}: {step - 1} steps")
+    with capsys.disabled():
+        way = f"{backend}{' native' if native else ''}"
+        sys.stdout.write(f"\n{state.__name__} on {way}: cancelled at each of {step - 1} steps ")
     assert step > 100

@@ -7,13 +7,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.conformance import CHECKS, Check, ControllerCase, Stall, check_name
-from tests.tiny_llama import VOCAB_SIZE, Brake, tiny_llama
-from tests.tiny_llama import small_torch as small_torch
 
 from rollnest import PauseMode
 from rollnest.abc import InferenceController, WeightSource
 from rollnest_adapters.transformers import TransformersController
+from tests.conformance import CHECKS, Check, ControllerCase, Stall, check_name
+from tests.tiny_llama import VOCAB_SIZE, Brake, tiny_llama
+from tests.tiny_llama import small_torch as small_torch
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("small_torch")]
 

@@ -36,7 +36,7 @@ from rollnest.testing import (
     free_running_threads,
 )
 
-from .helpers import in_turn, one_batch, prompts, spec
+from .helpers import in_turn, one_batch, spec
 from .toy_tokenizer import ToyTokenizer
 
 pytestmark = pytest.mark.anyio

@@ -8,12 +8,12 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from tests.tiny_llama import Brake, tiny_llama
-from tests.tiny_llama import small_torch as small_torch
 
 from rollnest import Attempt, PauseMode, Sampling
 from rollnest.abc import FinishReason
 from rollnest_adapters.transformers import TransformersController
+from tests.tiny_llama import Brake, tiny_llama
+from tests.tiny_llama import small_torch as small_torch
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("small_torch")]
 
