@@ -12,6 +12,7 @@ import anyio
 import numpy as np
 import pytest
 from anyio import create_task_group, fail_after, move_on_after, sleep
+from anyio.lowlevel import checkpoint
 
 from rollnest import (
     AsyncStrategy,
@@ -36,7 +37,7 @@ from rollnest.testing import (
     free_running_threads,
 )
 
-from .helpers import in_turn, one_batch, spec
+from .helpers import in_turn, one_batch, prompts, spec
 from .toy_tokenizer import ToyTokenizer
 
 pytestmark = pytest.mark.anyio
@@ -52,24 +53,77 @@ async def test_an_exception_group_of_the_users_block_leaves_it_whole() -> None:
 
 
 async def test_a_warning_turned_into_an_error_does_not_hang_the_exit() -> None:
-    release = threading.Event()
+    begun, release = threading.Event(), threading.Event()
+
+    async def until_begun() -> None:
+        while not begun.is_set():  # time can't jump while this runs
+            await checkpoint()
 
     def judge(sample: Sample) -> float:
+        begun.set()
         release.wait(20)
         return 1.0
 
+    task = spec(judger=judge, group_size=1, limits=Limits(judge=1.0))
     try:
         with free_running_threads(), fail_after(1000):
             with pytest.raises(RuntimeWarning, match="can't be stopped: judger of"):
-                async with Engine(
-                    ScriptedController(),
-                    spec(judger=judge, group_size=1, limits=Limits(judge=1.0)),
-                    exit_grace=1.0,
-                ) as engine:
+                async with Engine(ScriptedController(), task, exit_grace=1.0) as engine:
                     with move_on_after(5):
-                        await engine.next_batch(1)
+                        async with create_task_group() as group:
+                            group.start_soon(until_begun)
+                            await engine.next_batch(1)
     finally:
         release.set()
+
+
+async def test_a_base_exception_of_a_loop_aborts_the_other_groups() -> None:
+    class Halt(BaseException):
+        pass
+
+    async def loop(rollout: Rollout) -> None:
+        if rollout.prompt.uid == "p2":
+            await sleep(1)
+            raise Halt
+        await rollout.generate()
+
+    controller = ScriptedController(rate=0.1)
+    task = spec(loop=loop, group_size=1, shuffle=False, prompts=prompts(3), epochs=1)
+    with pytest.raises(Halt):
+        async with Engine(controller, task) as engine:
+            await engine.next_batch(3)
+    # BUG: siblings of a crash that is no Exception settle as "the agent loop cancelled itself".
+    assert engine.statistics().tasks["task"].waiting == 2
+    assert_conserved(engine, committed=controller.committed)
+
+
+async def test_the_books_balance_in_the_step_of_a_redraw() -> None:
+    faults: list[AssertionError] = []
+
+    class Auditor(Instrument):
+        def group_started(self, task: str, visit: int) -> None:
+            try:
+                assert_conserved(engine)
+            except AssertionError as error:
+                faults.append(error)
+
+    def script(attempt: Attempt) -> Reply:
+        return Reply([5, 0], delay=0.0 if attempt.max_tokens == 2 else 3.0)
+
+    async def loop(rollout: Rollout) -> None:
+        await rollout.generate(max_tokens=2 + rollout.index)
+
+    task = spec(loop=loop, strategy=AsyncStrategy(max_staleness=0, lead=1))
+    controller = ScriptedController(script)
+    async with Engine(controller, task, batch_size=2, instruments=[Auditor()]) as engine:
+        await sleep(1)
+        async with engine.paused() as pause:  # the slow members begin anew, with newer weights
+            await pause.update_weights({})
+        await sleep(5)
+        await engine.next_batch()
+    assert engine.statistics().total("redrawn") >= 2
+    # BUG: what a redrawn row has kept is in no record until its group's task begins.
+    assert faults == []
 
 
 async def test_a_crash_leaves_the_other_groups_waiting() -> None:
@@ -142,9 +196,7 @@ async def test_contexts_side_by_side_share_one_budget() -> None:
             group.start_soon(other.generate)
 
     controller = ScriptedController(rate=10.0, stop_every=10_000)
-    batch, engine = await one_batch(
-        controller, spec(loop=loop, group_size=1, max_response_tokens=10)
-    )
+    batch, _ = await one_batch(controller, spec(loop=loop, group_size=1, max_response_tokens=10))
     for sample in batch.samples:
         check_sample(sample, max_response_tokens=10)
 
@@ -356,7 +408,7 @@ async def test_a_timeout_of_the_controllers_own_is_no_limit_of_ours() -> None:
 async def test_a_samples_limit_is_named() -> None:
     task = spec(starve_after=1, limits=Limits(sample=2.0))
     async with Engine(ScriptedController(rate=0.1), task) as engine:
-        with pytest.raises(Starved, match="2.0 s"):
+        with pytest.raises(Starved, match=r"2\.0 s"):
             await engine.next_batch(1)
 
 
