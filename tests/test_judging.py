@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from anyio import create_task_group, current_time, sleep
+from anyio import create_task_group, current_time, fail_after, sleep
 from anyio.lowlevel import checkpoint
 
 from rollnest import Capacity, Engine, Limits, Sample, Status, Verdict
-from rollnest.errors import Starved
+from rollnest.errors import EngineBroken, Starved
 from rollnest.testing import (
     RecordingInstrument,
     ScriptedController,
@@ -281,71 +282,71 @@ async def test_judge_slots_are_a_bound(sync: bool) -> None:
     assert 1 <= most <= 2
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Keeps the loop busy, so that no clock can jump, until a thread has got that far."""
+    while not condition():
+        await checkpoint()
+
+
 async def test_a_thread_that_blocks_keeps_its_slot_and_is_named_at_the_end() -> None:
     begun, release = threading.Event(), threading.Event()
-    later = 0
-
-    async def until_begun() -> None:
-        while not begun.is_set():  # time can't jump while this runs
-            await checkpoint()
+    later: list[str] = []
 
     def judge(sample: Sample) -> float:
-        nonlocal later
-        if sample.prompt.uid == "p0":
+        if sample.visit == 0:
             begun.set()
             assert release.wait(20)
-        else:
-            later += 1
+        later.append(sample.prompt.uid)
         return 1.0
 
     controller = ScriptedController()
-    task = spec(
-        judger=judge, group_size=1, shuffle=False, limits=Limits(judge=5.0), starve_after=100
-    )
-    warned = pytest.warns(RuntimeWarning, match="1 worker threads.*judger of task/p0")
-    with free_running_threads(), warned:
-        async with Engine(
-            controller, task, capacity=Capacity(judges=2), exit_grace=1.0
-        ) as engine:
-            async with create_task_group() as group:
-                group.start_soon(until_begun)
-                batch = await engine.next_batch(1)
-            assert batch.groups[0].prompt.uid != "p0"
+    task = spec(judger=judge, group_size=1, shuffle=False, limits=Limits(judge=5.0))
+    warned = pytest.warns(RuntimeWarning, match=r"1 worker threads.*judger of task/p0")
+    with warned, ExitStack() as at_exit:
+        async with (
+            Engine(controller, task, capacity=Capacity(judges=2), exit_grace=1.0) as engine,
+            create_task_group() as group,
+        ):
+            with free_running_threads():
+                group.start_soon(engine.next_batch, 1)
+                await until(begun.is_set)
+                await sleep(5)
+                await until(lambda: later)
             assert engine.statistics().abandoned_threads == 1
+            assert engine.statistics().tasks["task"].dropped == {"judge": 1}
+            await until(lambda: engine.statistics().batches)
             # One of two slots is left: the run goes on with it.
-            await engine.next_batch(3)
+            batch = await engine.next_batch(3)
+            assert [g.prompt.uid for g in batch.groups] == ["p2", "p3", "p4"]
             assert engine.statistics().abandoned_threads == 1
+            at_exit.enter_context(free_running_threads())
     release.set()
-    assert later >= 4
     assert_conserved(engine, committed=controller.committed)
 
 
 async def test_a_thread_that_ends_in_time_gives_its_slot_back() -> None:
     begun, release = threading.Event(), threading.Event()
-
-    async def until_begun() -> None:
-        while not begun.is_set():
-            await checkpoint()
+    later: list[str] = []
 
     def judge(sample: Sample) -> float:
-        if sample.prompt.uid == "p0":
+        if sample.visit == 0:
             begun.set()
             assert release.wait(20)
+        later.append(sample.prompt.uid)
         return 1.0
 
-    task = spec(
-        judger=judge, group_size=1, shuffle=False, limits=Limits(judge=5.0), starve_after=100
-    )
-    async with Engine(ScriptedController(), task) as engine:
+    task = spec(judger=judge, group_size=1, shuffle=False, limits=Limits(judge=5.0))
+    async with Engine(ScriptedController(), task) as engine, create_task_group() as group:
         with free_running_threads():
-            async with create_task_group() as group:
-                group.start_soon(until_begun)
-                await engine.next_batch(1)
+            group.start_soon(engine.next_batch, 1)
+            await until(begun.is_set)
+            await sleep(5)
+            await until(lambda: later)
         assert engine.statistics().abandoned_threads == 1
         release.set()
-        while engine.statistics().abandoned_threads:
-            await checkpoint()
-        await engine.next_batch(2)
+        await until(lambda: not engine.statistics().abandoned_threads)
+        await until(lambda: engine.statistics().batches)
+        assert len(await engine.next_batch(2)) == 2
 
 
 async def test_leaving_while_a_judger_runs_leaves_its_sample_unjudged() -> None:
@@ -377,3 +378,30 @@ async def test_members_are_judged_once_and_kept_ones_not_again() -> None:
     batch, _ = await one_batch(ScriptedController(), spec(judger=judge), 5)
     assert sorted(judged) == [(v, i) for v in range(5) for i in range(2)]
     assert len(batch) == 5
+
+
+async def test_a_run_whose_judge_slots_are_all_lost_says_so() -> None:
+    # Judgements that only lost slots could serve fail, and say who holds them.
+    begun, release = threading.Event(), threading.Event()
+
+    def judge(sample: Sample) -> float:
+        begun.set()
+        assert release.wait(20)
+        return 1.0
+
+    task = spec(judger=judge, group_size=1, limits=Limits(judge=5.0), starve_after=3)
+    engine = Engine(ScriptedController(), task, capacity=Capacity(judges=1), exit_grace=1.0)
+
+    async def run() -> None:
+        async with engine:
+            await engine.next_batch(1)
+
+    with free_running_threads(), fail_after(1000):
+        async with create_task_group() as group:
+            group.start_soon(until, begun.is_set)
+            with (
+                pytest.warns(RuntimeWarning, match="judger of task/"),
+                pytest.raises(Starved, match="judger of task/"),
+            ):
+                await run()
+    release.set()

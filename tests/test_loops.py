@@ -394,7 +394,7 @@ async def test_what_a_loop_can_look_at() -> None:
         assert rollout.prompt.uid == "p0"
         assert rollout.index == 0
         assert rollout.uid == "task/p0/0/0"
-        assert rollout.turns == ()
+        assert not list(rollout.turns)
         assert rollout.remaining == 4096 - 2
         assert "tokens left" in repr(rollout)
         turn = await rollout.generate()

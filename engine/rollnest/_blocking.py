@@ -96,10 +96,29 @@ class BlockingEngine:
         self, mode: PauseMode = PauseMode.ABORT, *, grace: float = 5.0
     ) -> Generator[BlockingPause]:
         """A block in which no forward pass of the policy runs; see `Engine.paused`."""
-        portal = self._running()
-        context = portal.call(partial(self._engine.paused, mode, grace=grace))
-        with portal.wrap_async_context_manager(context) as pause:
-            yield BlockingPause(self, pause)
+        context = self._running().call(partial(self._engine.paused, mode, grace=grace))
+        entered: list[Pause] = []
+        leaving: BaseException | None = None
+
+        async def enter() -> None:
+            entered.append(await context.__aenter__())
+
+        async def leave() -> None:
+            error = leaving
+            traceback = None if error is None else error.__traceback__
+            await context.__aexit__(None if error is None else type(error), error, traceback)
+
+        try:
+            self.call(enter)
+            yield BlockingPause(self, entered[0])
+        except BaseException as error:
+            leaving = error
+            raise
+        finally:
+            if (
+                entered
+            ):  # a Ctrl-C may come right after the pause began: then it is left all the same
+                self.call(leave)
 
     def statistics(self) -> EngineStatistics:
         """See `Engine.statistics`."""

@@ -23,7 +23,7 @@ from ._table import GroupTable, Row
 from ._task import TaskSpec
 from .errors import DataError, InferenceError, JudgeError, LoopError, ToolError, describe, leaves
 
-__all__ = ["GroupRunner"]
+__all__ = ["GroupRunner", "LiveGroup"]
 
 _log = logging.getLogger("rollnest")
 
@@ -44,7 +44,7 @@ class GroupRunner:
         judging: Judging | None,
         is_cancelled: Callable[[], bool],
         on_settled: Callable[[], None],
-        on_crash: Callable[[Exception], None],
+        on_crash: Callable[[BaseException], None],
     ) -> None:
         self._spec = spec
         self._table = table
@@ -54,28 +54,36 @@ class GroupRunner:
         self._on_settled = on_settled
         self._on_crash = on_crash
         self.produced_samples = 0
-        self.live: set[_LiveGroup] = set()
+        self.live: set[LiveGroup] = set()
 
     @property
     def live_tokens(self) -> int:
         """Policy tokens of the groups in flight."""
         return sum(group.policy_tokens for group in self.live)
 
-    async def run(self, row: Row) -> None:
-        """Runs a row that is in flight, and settles it.
+    def admit(self, row: Row) -> LiveGroup:
+        """Takes a row over that has just been drawn, in the same step; `run` it."""
+        group = LiveGroup(row, self._spec, self._services, self._judging)
+        self.live.add(group)
+        return group
+
+    async def run(self, group: LiveGroup) -> None:
+        """Runs an admitted group, and settles its row.
 
         Cancellation: unfinished members become ABORTED; the row waits to be drawn again.
         """
-        group = _LiveGroup(row, self._spec, self._services, self._judging)
-        self.live.add(group)
+        row = group.row
         self._services.instruments.tell("group_started", self._spec.name, row.visit)
         started = current_time()
         try:
             await group.run()
-        except Exception as error:
-            # Nothing of a user's gets here: it is a fault of ours. Said before the siblings are cancelled, so that
-            # they settle as what they are.
-            self._on_crash(error)
+        except BaseException as error:
+            if any(not isinstance(e, get_cancelled_exc_class()) for e in leaves(error)):
+                # A fault of ours, or an exit. Said before the siblings are cancelled, so that they settle as what
+                # they are.
+                self._on_crash(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             # No await from here on: nothing can come between the freezing and the table.
             samples = group.freeze(cancelled=self._is_cancelled())
@@ -88,13 +96,13 @@ class GroupRunner:
             self._on_settled()
 
 
-class _LiveGroup:
+class LiveGroup:
     """The members of one row while they run."""
 
     def __init__(
         self, row: Row, spec: TaskSpec, services: RolloutServices, judging: Judging | None
     ) -> None:
-        self._row = row
+        self.row = row
         self._spec = spec
         self._services = services
         self._judging = judging
@@ -109,7 +117,7 @@ class _LiveGroup:
 
     async def run(self) -> None:
         missing = [i for i in range(self._spec.group_size) if i not in self._samples]
-        prompt = self._row.prompt
+        prompt = self.row.prompt
         try:
             prompt_ids = await self._prompt_ids(prompt)
         except DataError as error:
@@ -143,7 +151,7 @@ class _LiveGroup:
         return [self._samples[index] for index in range(self._spec.group_size)]
 
     def _rollout(self, index: int, prompt_ids: Sequence[int]) -> Rollout:
-        row = self._row
+        row = self.row
         tools = row.prompt.tools or self._spec.loop.tools
         return Rollout(
             self._services, row.prompt, prompt_ids, visit=row.visit, index=index, tools=tools

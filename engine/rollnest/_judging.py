@@ -65,7 +65,9 @@ class Judging:
                 with limit:  # waiting for the slot is not judging
                     return await self._judge(sample)
         name = f"judger of {sample.task}/{sample.prompt.uid}"
-        return await self._workers.run(name, self._slots, limit, self._judge, sample)
+        return await self._workers.run(
+            name, self._slots, limit, self._judge, sample, patience=self._limit
+        )
 
 
 def as_verdict(answer: object) -> Verdict:

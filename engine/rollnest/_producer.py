@@ -42,7 +42,7 @@ class Producer:
         gate: Gate,
         runner: GroupRunner,
         share: float | None,
-        on_crash: Callable[[Exception], None],
+        on_crash: Callable[[BaseException], None],
     ) -> None:
         self.spec = spec
         self.table = table
@@ -108,11 +108,18 @@ class Producer:
         while True:
             while self.room > 0:
                 await checkpoint_if_cancelled()
-                row = self._draw()
-                if row is None:
+                if not self._start(groups):
                     break
-                groups.start_soon(self.runner.run, row, name=f"group {self.spec.name}/{row.visit}")
             await self.bell.wait()
+
+    def _start(self, groups: TaskGroup) -> bool:
+        """Draws a row and starts its group; false if there is nothing to draw."""
+        row = self._draw()
+        if row is None:
+            return False
+        name = f"group {self.spec.name}/{row.visit}"
+        groups.start_soon(self.runner.run, self.runner.admit(row), name=name)
+        return True
 
     def _draw(self) -> Row | None:
         row = self.table.redraw()

@@ -161,7 +161,12 @@ class Rollout:
                     with limit:
                         return cast("T", await function(*args))
             return await services.workers.run(
-                f"tool {name} of {self.uid}", services.tool_slots, limit, function, *args
+                f"tool {name} of {self.uid}",
+                services.tool_slots,
+                limit,
+                function,
+                *args,
+                patience=services.limits.tool,
             )
         except OverLimit as error:
             raise ToolError(f"tool {name} took over {services.limits.tool} s") from error

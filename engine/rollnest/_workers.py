@@ -18,7 +18,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 from anyio import CapacityLimiter, Event, move_on_after, to_thread
 from anyio.lowlevel import current_token
 
-from ._slots import Slots
+from ._slots import Slots, SlotsLost
 from .errors import describe
 
 __all__ = ["Workers", "set_clock_hold"]
@@ -56,6 +56,7 @@ class Workers:
         limit: AbstractContextManager[None],
         function: Callable[[*Ts], T | Awaitable[T]],
         *args: *Ts,
+        patience: float | None = None,
     ) -> T:
         """Calls a function in a worker thread, within a slot; an awaitable that it returns is awaited here.
 
@@ -65,10 +66,16 @@ class Workers:
             limit: Entered around the call.
             function: What is called.
             args: Its arguments.
+            patience: Seconds to wait for a slot while abandoned threads hold all of them.
 
         Cancellation: returns at once; the thread runs on, keeps its slot and is counted in `abandoned`.
         """
-        await slots.acquire()
+        try:
+            await slots.acquire(patience)
+        except SlotsLost:
+            raise RuntimeError(
+                f"no slot within {patience} s: all {slots.size} are held by threads that do not end: {self.names}"
+            ) from None
         call = _Call(name, slots, self)
         try:
             with limit:
@@ -93,17 +100,21 @@ class Workers:
                 self._all_ended = Event()
                 await self._all_ended.wait()
         if self.abandoned:
-            names = ", ".join(sorted(call.name for call in self.abandoned))
             warnings.warn(
-                f"{len(self.abandoned)} worker threads still run and can't be stopped: {names}",
+                f"{len(self.abandoned)} worker threads still run and can't be stopped: {self.names}",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
+    @property
+    def names(self) -> str:
+        """The names of the abandoned calls."""
+        return ", ".join(sorted(call.name for call in self.abandoned))
+
     def reap(self, call: _Call) -> None:
         """Takes an abandoned call out whose thread has ended."""
         self.abandoned.discard(call)
-        call.slots.release()
+        call.slots.regain()
         if not self.abandoned:
             self._all_ended.set()
 
@@ -147,6 +158,7 @@ class _Call:
             running = self._running
         if running:
             self._workers.abandoned.add(self)
+            self.slots.lose()
         else:
             self.slots.release()
 
