@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import Event as ThreadEvent
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -138,13 +138,23 @@ class BlockingEngine:
 
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Runs an async function in the engine's loop and waits for it; a Ctrl-C cancels it there."""
-        future = self._running().start_task_soon(function)
+        finished = ThreadEvent()
+
+        async def run() -> T:
+            try:
+                return await function()
+            finally:
+                finished.set()
+
+        future = self._running().start_task_soon(run)
         try:
             return future.result()
         finally:
-            if not future.done():  # interrupted: the call must not go on behind the caller's back
+            if not finished.is_set():
+                # Interrupted: the call must not go on behind the caller's back. A cancelled future is done at once,
+                # while its coroutine still has to leave what it was in.
                 future.cancel()
-                wait([future])
+                finished.wait()
 
     def __repr__(self) -> str:
         return f"<blocking {self._engine!r}>"
