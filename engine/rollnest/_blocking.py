@@ -12,8 +12,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import Event as ThreadEvent
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from ._pause import Pause
@@ -138,23 +139,14 @@ class BlockingEngine:
 
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Runs an async function in the engine's loop and waits for it; a Ctrl-C cancels it there."""
-        finished = ThreadEvent()
-
-        async def run() -> T:
-            try:
-                return await function()
-            finally:
-                finished.set()
-
-        future = self._running().start_task_soon(run)
+        portal = self._running()
+        call = _Call(function)  # made first: a start that was interrupted can be taken back
         try:
-            return future.result()
-        finally:
-            if not finished.is_set():
-                # Interrupted: the call must not go on behind the caller's back. A cancelled future is done at once,
-                # while its coroutine still has to leave what it was in.
-                future.cancel()
-                finished.wait()
+            return portal.start_task_soon(call.run).result()
+        except BaseException:
+            if not call.over.is_set() and portal.call(call.cancel):
+                call.over.wait()  # it still has to leave what it was in
+            raise
 
     def __repr__(self) -> str:
         return f"<blocking {self._engine!r}>"
@@ -187,3 +179,35 @@ class BlockingPause:
 
     def __repr__(self) -> str:
         return f"<blocking {self._pause!r}>"
+
+
+class _Call(Generic[T]):
+    """One call in the engine's loop, which can be taken back from outside at any moment.
+
+    Starting a task from another thread can itself be interrupted, and then nobody has its future.
+    """
+
+    def __init__(self, function: Callable[[], Awaitable[T]]) -> None:
+        self.over = ThreadEvent()
+        self._function = function
+        self._taken_back = False
+        self._scope: CancelScope | None = None
+
+    async def run(self) -> T:
+        """Runs it, in the loop's thread."""
+        if self._taken_back:
+            raise RuntimeError("taken back")  # nobody sees it
+        try:
+            with CancelScope() as self._scope:
+                return await self._function()
+            raise RuntimeError("taken back")
+        finally:
+            self.over.set()
+
+    def cancel(self) -> bool:
+        """Cancels it, in the loop's thread; false if it has not begun, and now never will."""
+        self._taken_back = True
+        if self._scope is None:
+            return False
+        self._scope.cancel()
+        return True

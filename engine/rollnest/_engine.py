@@ -20,7 +20,14 @@ from enum import Enum
 from functools import partial
 from types import TracebackType
 
-from anyio import CancelScope, Event, create_task_group, current_time, get_cancelled_exc_class
+from anyio import (
+    CancelScope,
+    Event,
+    create_task_group,
+    current_time,
+    fail_after,
+    get_cancelled_exc_class,
+)
 from anyio.abc import TaskGroup, TaskStatus
 from anyio.lowlevel import checkpoint
 from attrs import frozen
@@ -350,6 +357,7 @@ class Engine:
             claim=self._claim_pause,
             release=self._release_pause,
             break_engine=self._break,
+            check=self._check_whole,
         )
 
     def statistics(self) -> EngineStatistics:
@@ -387,7 +395,8 @@ class Engine:
     # How it works
 
     async def _check_version(self) -> None:
-        reported = await self._controller.version()
+        with fail_after(self._control_timeout):
+            reported = await self._controller.version()
         if reported is not None and reported != self._first_version:
             raise ValueError(
                 f"version is {self._first_version}, but the controller reports {reported}"

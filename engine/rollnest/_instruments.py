@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from inspect import iscoroutinefunction
 from typing import Any
 
 from .abc import Instrument
 
 __all__ = ["Instruments"]
 
+_HOOKS = [name for name in vars(Instrument) if not name.startswith("_")]
 _log = logging.getLogger("rollnest")
 
 
@@ -20,8 +22,11 @@ class Instruments:
         for instrument in instruments:
             if not isinstance(instrument, Instrument):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(f"instruments must be Instrument objects, got {instrument!r}")
+            for hook in _HOOKS:
+                if iscoroutinefunction(getattr(instrument, hook)):
+                    raise TypeError(f"{hook} of {instrument!r} must be a plain method, not async")
         self._listeners: dict[str, list[Instrument]] = {}
-        for hook in (name for name in vars(Instrument) if not name.startswith("_")):
+        for hook in _HOOKS:
             self._listeners[hook] = [
                 i for i in instruments if getattr(type(i), hook) is not getattr(Instrument, hook)
             ]

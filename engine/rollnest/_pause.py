@@ -30,7 +30,6 @@ from ._gate import Gate
 from ._instruments import Instruments
 from .abc import InferenceController, PauseMode, WeightSource
 from .errors import (
-    EngineBroken,
     EngineBusy,
     PauseFailed,
     WeightsState,
@@ -56,8 +55,9 @@ class Pause:
         weights: What the policy holds, against when the block began.
     """
 
-    def __init__(self, gate: Gate, controller: InferenceController) -> None:
+    def __init__(self, gate: Gate, controller: InferenceController, control_timeout: float) -> None:
         self._gate = gate
+        self._control_timeout = control_timeout
         self._controller = controller
         self.open = False
         self.weights: WeightsState = WeightsState.OLD
@@ -81,7 +81,8 @@ class Pause:
         before, self.weights = self.weights, WeightsState.UNKNOWN
         try:
             await self._controller.update_weights(source, version)
-            reported = await self._controller.version()
+            with fail_after(self._control_timeout):
+                reported = await self._controller.version()
         except WeightUpdateFailed as error:
             # Old means: as before this call, which may have been an earlier call's new weights.
             self.weights = before if error.weights is WeightsState.OLD else error.weights
@@ -143,6 +144,7 @@ class PauseContext:
         claim: Callable[[], None],
         release: Callable[[], None],
         break_engine: Callable[[str, BaseException], None],
+        check: Callable[[], None],
     ) -> None:
         if not isinstance(mode, PauseMode):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"mode must be a PauseMode, got {mode!r}")
@@ -156,12 +158,13 @@ class PauseContext:
         self._claim = claim
         self._release = release
         self._break_engine = break_engine
+        self._check = check
         self._pause: Pause | None = None
 
     async def __aenter__(self) -> Pause:
         self._claim()
         started = current_time()
-        pause = Pause(self._gate, self._controller)
+        pause = Pause(self._gate, self._controller, self._control_timeout)
         self._gate.close()
         self._instruments.tell("gate_closed", pause.turns_in_flight)
         try:
@@ -193,7 +196,7 @@ class PauseContext:
             self._break_engine("nobody knows which weights the policy holds", cause)
             self._release()
             if exc is None:
-                raise EngineBroken("nobody knows which weights the policy holds", causes=[cause])
+                self._check()
             return
         await self._leave(exc)
 
@@ -250,9 +253,8 @@ class PauseContext:
                 raise
             known = True
             self._go_on(failure)
-            if failure is not None and leaving is None:
-                message = f"the controller did not resume: {describe(failure)}"
-                raise EngineBroken(message, causes=[failure]) from failure
+            if leaving is None:
+                self._check()
         finally:
             if not known:
                 self._go_on(RuntimeError("cancelled again and again"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from inspect import iscoroutinefunction
 from random import Random
-from typing import TypeVar, TypeVarTuple, cast
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 from anyio import current_time
 from attrs import evolve
@@ -144,7 +144,12 @@ class Rollout:
         self._current = context
         return await context.generate(sampling=sampling, max_tokens=max_tokens)
 
-    async def tool(self, function: Callable[[*Ts], T | Awaitable[T]], *args: *Ts) -> T:
+    @overload
+    async def tool(self, function: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T: ...
+    @overload
+    async def tool(self, function: Callable[[*Ts], T], *args: *Ts) -> T: ...
+
+    async def tool(self, function: Callable[[*Ts], Any], *args: *Ts) -> Any:
         """Calls a tool under the task's limit and the engine's capacity; a sync one in a worker thread.
 
         Raises:
@@ -159,7 +164,7 @@ class Rollout:
             if iscoroutinefunction(function):
                 async with services.tool_slots:
                     with limit:
-                        return cast("T", await function(*args))
+                        return await function(*args)
             return await services.workers.run(
                 f"tool {name} of {self.uid}",
                 services.tool_slots,
