@@ -29,6 +29,7 @@ TASK = TaskStatistics(
     produced_samples=64,
     tokens_committed=1000,
     tokens_in_records=990,
+    tokens_expired=5,
     tokens_discarded=10,
     tokens_late=3,
     tokens_rejected=0,

@@ -15,7 +15,7 @@ from anyio import create_task_group, current_time, fail_after, sleep
 from anyio.lowlevel import checkpoint
 
 from rollnest import Capacity, Engine, Limits, Sample, Status, Verdict
-from rollnest.errors import EngineBroken, Starved
+from rollnest.errors import Starved
 from rollnest.testing import (
     RecordingInstrument,
     ScriptedController,

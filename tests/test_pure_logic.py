@@ -112,7 +112,8 @@ class TableMachine(RuleBasedStateMachine):
         assert len(set(self.delivered)) == len(self.delivered) == table.delivered  # I8
         held = sum(s.policy_tokens for row in table.parked for s in row.members.samples)
         flying = sum(s.policy_tokens for row in table.flight.values() for s in row.kept.values())
-        gone = table.delivered_tokens + table.dropped_tokens + table.discarded_tokens
+        gone = table.delivered_tokens + table.dropped_tokens
+        assert table.expired_tokens <= table.dropped_tokens
         assert self.made["tokens"] == held + flying + gone
 
 

@@ -33,7 +33,7 @@ class TokenCounters:
         committed: Tokens recorded in attempts.
         late: Tokens that came after the engine had given their attempt up.
         rejected: Tokens of answers that broke a rule, or beyond the cap.
-        discarded: Recorded tokens that were taken out again: of members that expired, or past a stop string.
+        discarded: Committed tokens that reached no sample: of failed requests, or past a stop string.
         unseen_turns: Attempts that were cut without a reply, so that what the server had made is not known.
         resumed_turns: Turns that went on from a partial.
     """

@@ -426,7 +426,8 @@ class BatchStatistics:
         produced_tokens: Tokens committed since then.
         tokens_late: Tokens that came after their attempt was given up.
         tokens_rejected: Tokens of unusable answers, or beyond a cap.
-        tokens_discarded: Recorded tokens taken out again, of expired members or past a stop string.
+        tokens_expired: Tokens of members that were given up because they had become too old.
+        tokens_discarded: Tokens that reached no sample: of failed requests, or past a stop string.
         resumed_turns: Turns that went on from a partial.
         unseen_turns: Attempts that were cut without a reply.
         pause_seconds: Time the gate was closed.
@@ -456,6 +457,7 @@ class BatchStatistics:
     produced_tokens: int = 0
     tokens_late: int = 0
     tokens_rejected: int = 0
+    tokens_expired: int = 0
     tokens_discarded: int = 0
     resumed_turns: int = 0
     unseen_turns: int = 0

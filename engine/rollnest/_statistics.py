@@ -31,8 +31,10 @@ class TaskStatistics:
         expired: Times a group became too old.
         produced_samples: Samples that completed.
         tokens_committed: Tokens recorded in attempts.
-        tokens_in_records: Of those, in delivered, dropped, ready, waiting and live groups now.
-        tokens_discarded: Of those, taken out again: of expired members, of failed requests, past a stop string.
+        tokens_in_records: Of those, in samples: delivered, dropped (members that were given up too), ready, waiting
+            and live ones.
+        tokens_expired: Of these, in members that were given up because they had become too old.
+        tokens_discarded: Of the committed ones, those that reached no sample: of failed requests, past a stop string.
         tokens_late: Tokens that came after their attempt was given up.
         tokens_rejected: Tokens of unusable answers, or beyond a cap.
         resumed_turns: Turns that went on from a partial.
@@ -50,6 +52,7 @@ class TaskStatistics:
     produced_samples: int
     tokens_committed: int
     tokens_in_records: int
+    tokens_expired: int
     tokens_discarded: int
     tokens_late: int
     tokens_rejected: int
@@ -99,6 +102,7 @@ class Reading:
     produced_tokens: int
     late: int
     rejected: int
+    expired_tokens: int
     discarded: int
     resumed_turns: int
     unseen_turns: int
@@ -116,7 +120,8 @@ def read(
         tokens.committed,
         tokens.late,
         tokens.rejected,
-        tokens.discarded + table.discarded_tokens,
+        table.expired_tokens,
+        tokens.discarded,
         tokens.resumed_turns,
         tokens.unseen_turns,
         pause_seconds,
@@ -173,6 +178,7 @@ def batch_statistics(
         produced_tokens=rise("produced_tokens"),
         tokens_late=rise("late"),
         tokens_rejected=rise("rejected"),
+        tokens_expired=rise("expired_tokens"),
         tokens_discarded=rise("discarded"),
         resumed_turns=rise("resumed_turns"),
         unseen_turns=rise("unseen_turns"),

@@ -87,8 +87,8 @@ class GroupTable:
         dropped: Visits dropped, by reason.
         expired: Times a row became too old.
         delivered_tokens: Policy tokens in delivered rows.
-        dropped_tokens: Policy tokens in dropped rows.
-        discarded_tokens: Policy tokens of members that were taken out of a row.
+        dropped_tokens: Policy tokens in dropped rows and in members that were given up.
+        expired_tokens: Of these, policy tokens of members that were given up when their row was drawn again.
         dropped_in_a_row: Reasons of the rows dropped since the last one became ready.
         last_failure: Why the last failed row was dropped.
     """
@@ -103,7 +103,7 @@ class GroupTable:
         self.expired = 0
         self.delivered_tokens = 0
         self.dropped_tokens = 0
-        self.discarded_tokens = 0
+        self.expired_tokens = 0
         self.dropped_in_a_row: Counter[str] = Counter()
         self.last_failure: Failure | None = None
         self._max_staleness = max_staleness
@@ -145,7 +145,9 @@ class GroupTable:
             return None
         row = self._waiting.popleft()
         row.kept = {s.index: s for s in row.members.samples if s.status is Status.COMPLETED}
-        self.discarded_tokens += _tokens(row) - sum(s.policy_tokens for s in row.kept.values())
+        given_up = _tokens(row) - sum(s.policy_tokens for s in row.kept.values())
+        self.dropped_tokens += given_up
+        self.expired_tokens += given_up
         row.group = None
         row.state = RowState.FLIGHT
         self.flight[row.visit] = row

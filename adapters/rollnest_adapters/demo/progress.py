@@ -121,7 +121,7 @@ def _running(record: Record) -> Table:
         ("samples by lag (versions)", f"{lags}   ({record.lagging_share:.0%} lag)"),
         ("tokens committed / in records", f"{figures['tokens_committed']:,} / {figures['tokens_in_records']:,}"),
         ("tokens lost", f"[bold]{figures['tokens_lost']}[/bold]"),
-        ("tokens discarded with expired groups", f"{figures['tokens_discarded']:,}"),
+        ("tokens expired / discarded", f"{figures['tokens_expired']:,} / {figures['tokens_discarded']:,}"),
         ("tokens late / rejected", f"{figures['tokens_late']:,} / {figures['tokens_rejected']:,}"),
         ("turns cut unseen", f"{figures['tokens_unseen']:,}"),
         ("seconds", ", ".join(f"{part} {s:.0f}" for part, s in record.seconds.items())),

@@ -118,6 +118,7 @@ class Record:
             "resumed_turns": total("resumed_turns"),
             "tokens_committed": self.controller_committed,
             "tokens_in_records": total("tokens_in_records"),
+            "tokens_expired": total("tokens_expired"),
             "tokens_discarded": total("tokens_discarded"),
             "tokens_lost": self.tokens_lost,
             "tokens_late": self.controller_late,
