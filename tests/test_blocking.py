@@ -134,6 +134,7 @@ def test_a_crash_of_the_engine_reaches_the_next_call(backend: str) -> None:
     class Strategy:
         max_staleness = 0
         needs_batch_size = False
+        expired = "retry"
 
         def room(self, production: object) -> int:
             raise ZeroDivisionError("a bug of ours")

@@ -472,6 +472,7 @@ async def test_bug_088_a_crash_inside_the_engine_reaches_the_next_call() -> None
     class Strategy:
         max_staleness = 0
         needs_batch_size = False
+        expired = "retry"
 
         def room(self, production: object) -> int:
             raise ZeroDivisionError("a bug of ours")

@@ -128,6 +128,7 @@ async def test_a_crash_leaves_the_other_groups_waiting() -> None:
     class Strategy:
         max_staleness = 0
         needs_batch_size = False
+        expired = "retry"
         asked = 0
 
         def room(self, production: object) -> int:

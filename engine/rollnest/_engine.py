@@ -51,7 +51,7 @@ from ._records import Batch
 from ._sampler import Sampler
 from ._slots import Slots
 from ._statistics import EngineStatistics, Reading, TaskStatistics, read
-from ._table import GroupTable
+from ._table import EXPIRED_RETRIES, GroupTable
 from ._task import TaskSpec
 from ._workers import Workers
 from .abc import InferenceController, Instrument, PauseMode, Tokenizer
@@ -421,7 +421,11 @@ class Engine:
         counters = {spec.name: TokenCounters() for spec in self._specs}
         producers: dict[str, Producer] = {}
         for spec in self._specs:
-            table = GroupTable(spec.name, max_staleness=spec.strategy.max_staleness)
+            table = GroupTable(
+                spec.name,
+                max_staleness=spec.strategy.max_staleness,
+                retries=EXPIRED_RETRIES if spec.strategy.expired == "retry" else 0,
+            )
             services = RolloutServices(
                 task=spec.name,
                 controller=self._controller,

@@ -169,7 +169,7 @@ class PauseContext:
         self._instruments.tell("gate_closed", pause.turns_in_flight)
         try:
             await self._quiet()
-            await self._confirm()
+            await self._confirm(by=started + self._grace + self._control_timeout)
             await checkpoint()
         except BaseException as error:
             # Nothing was changed: the old weights serve on, whatever kept the pause from coming about.
@@ -201,10 +201,14 @@ class PauseContext:
         await self._leave(exc)
 
     async def _quiet(self) -> None:
-        """Brings the turns in flight to rest, within `grace`."""
-        gate = self._gate
-        if gate.in_flight:
+        """Brings the turns in flight to rest: within `grace`, and `WAIT` within half a `control_timeout` more."""
+        gate, patience = self._gate, self._grace
+        if self._mode is PauseMode.WAIT:
             with move_on_after(self._grace), gate.until_quiet():
+                await sleep_forever()
+            patience = self._control_timeout / 2
+        if gate.in_flight:
+            with move_on_after(patience), gate.until_quiet():
                 await self._abort(None)
                 again = _FIRST_AGAIN
                 while True:
@@ -219,12 +223,12 @@ class PauseContext:
             # Asked again soon, and cut after `grace`: whether the server stops is for pause() to confirm.
             _log.warning("the controller's abort() failed", exc_info=True)
 
-    async def _confirm(self) -> None:
+    async def _confirm(self, *, by: float) -> None:
         """Cuts what is still in flight, and has the controller confirm; both within one `control_timeout`."""
         gate = self._gate
         gate.cut()
         try:
-            with fail_after(self._control_timeout):
+            with fail_after(min(self._control_timeout, by - current_time())):
                 with gate.until_quiet():
                     await sleep_forever()
                 await self._controller.pause(self._mode)

@@ -7,9 +7,10 @@ Admission counts live groups, never totals since the start, so it can neither dr
 from __future__ import annotations
 
 from math import ceil
-from typing import Protocol
+from typing import Literal, Protocol
 
 from attrs import field, frozen
+from attrs.validators import in_
 
 from ._checks import real, whole
 
@@ -42,6 +43,11 @@ class ProduceStrategy(Protocol):
         ...
 
     @property
+    def expired(self) -> Literal["retry", "drop"]:
+        """What becomes of groups that are too old: drawn again, or let go."""
+        ...
+
+    @property
     def needs_batch_size(self) -> bool:
         """Whether it runs ahead of `next_batch`, and so has to know the batch's size beforehand."""
         ...
@@ -57,9 +63,12 @@ class SyncStrategy:
 
     Attributes:
         max_staleness: Most versions of lag in a delivered sample.
+        expired: What becomes of groups that are too old, because new weights came before they were taken:
+            `"retry"` draws them again, `"drop"` lets them go.
     """
 
     max_staleness: int = field(default=0, validator=whole(0))
+    expired: Literal["retry", "drop"] = field(default="retry", validator=in_(("retry", "drop")))
     needs_batch_size: bool = field(default=False, init=False, repr=False)
 
     def room(self, production: Production) -> int:
@@ -71,21 +80,27 @@ class SyncStrategy:
 class AsyncStrategy:
     """Runs ahead while the trainer trains.
 
-    Keeps `flight + ready` below `(1 + lead) * share`.
+    Keeps `flight + ready` below `(1 + lead) * share + ceil(oversample * share)`.
 
     Attributes:
         max_staleness: Most versions of lag in a delivered sample; older groups expire and are drawn again.
         lead: How many batches to run ahead of the next one; `None` is `max_staleness - 1`, at least 0. While the
             trainer trains on a batch of version v, `1 + lead` batches become ready, and the last of them is taken at
             version v + 1 + lead: a larger lead makes groups that expire.
+        oversample: Share of a batch that is started on top, so that the slowest groups need not be waited for.
+        expired: What becomes of groups that are too old: `"retry"` draws them again before fresh prompts, and keeps
+            their fresh members; `"drop"` lets them go.
     """
 
     max_staleness: int = field(default=1, validator=whole(0))
     lead: float | None = field(default=None, validator=real(0, optional=True))
+    oversample: float = field(default=0.0, validator=real(0))
+    expired: Literal["retry", "drop"] = field(default="retry", validator=in_(("retry", "drop")))
     needs_batch_size: bool = field(default=True, init=False, repr=False)
 
     def room(self, production: Production) -> int:
         """See `ProduceStrategy.room`."""
         lead = max(0, self.max_staleness - 1) if self.lead is None else self.lead
-        ahead = ceil((1 + lead) * production.share) - production.flight - production.ready
+        bound = ceil((1 + lead) * production.share) + ceil(self.oversample * production.share)
+        ahead = bound - production.flight - production.ready
         return max(0, ahead, production.lacking - production.flight)

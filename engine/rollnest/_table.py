@@ -25,7 +25,10 @@ from ._records import Failure, Group, Prompt, Sample, Status
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["EXPIRED", "GroupTable", "Row", "RowState"]
+__all__ = ["EXPIRED", "EXPIRED_RETRIES", "GroupTable", "Row", "RowState"]
+
+EXPIRED_RETRIES = 3
+"""How often a row that has become too old is drawn again; every retry has a bound."""
 
 EXPIRED = "expired"
 """Why a group was dropped that had become too old again and again."""
@@ -93,7 +96,7 @@ class GroupTable:
         last_failure: Why the last failed row was dropped.
     """
 
-    def __init__(self, task: str, *, max_staleness: int, retries: int = 3) -> None:
+    def __init__(self, task: str, *, max_staleness: int, retries: int) -> None:
         self.task = task
         self.flight: dict[int, Row] = {}
         self.drawn = 0
@@ -107,7 +110,7 @@ class GroupTable:
         self.dropped_in_a_row: Counter[str] = Counter()
         self.last_failure: Failure | None = None
         self._max_staleness = max_staleness
-        self._retries = retries
+        self._retries = retries  # of a row that has become too old
         self._ready: list[
             tuple[int, int, Row]
         ] = []  # a heap: oldest version first, then oldest visit

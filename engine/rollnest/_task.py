@@ -55,7 +55,9 @@ def _check_judger(_: Any, attribute: Attribute[Any], value: Any) -> None:
 
 
 def _check_strategy(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if not all(hasattr(value, name) for name in ("room", "max_staleness", "needs_batch_size")):
+    if not all(
+        hasattr(value, name) for name in ("room", "max_staleness", "expired", "needs_batch_size")
+    ):
         raise TypeError(f"{attribute.name} must be a ProduceStrategy, got {value!r}")
 
 

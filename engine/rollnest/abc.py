@@ -41,9 +41,11 @@ class PauseMode(Enum):
     Attributes:
         ABORT: The server is asked to abort and returns the partials; each turn keeps its own, waits at the gate
             and goes on from there with what remains of its budget.
+        WAIT: They run to their end, for `grace` seconds at most; what is left then is treated as by `ABORT`.
     """
 
     ABORT = "abort"
+    WAIT = "wait"
 
 
 SamplingField = Literal[
