@@ -131,7 +131,11 @@ def _frame(body: str, highest: float, right: str) -> str:
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">'
         f'<line x1="{_LEFT}" y1="{base}" x2="{_WIDTH}" y2="{base}" stroke="#bbb"/>'
         f'<line x1="{_LEFT}" y1="{_TOP}" x2="{_LEFT}" y2="{base}" stroke="#bbb"/>'
-        f'<text x="{_LEFT - 6}" y="{_TOP + 8}" text-anchor="end">{highest:.3g}</text>'
+        f'<text x="{_LEFT - 6}" y="{_TOP + 8}" text-anchor="end">{_label(highest)}</text>'
         f'<text x="{_LEFT - 6}" y="{base}" text-anchor="end">0</text>'
         f'<text x="{_WIDTH}" y="{_HEIGHT - 8}" text-anchor="end">{escape(right)}</text>{body}</svg>'
     )
+
+
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
