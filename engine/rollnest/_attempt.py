@@ -63,7 +63,6 @@ class Attempt:
             the turn's whole cap: send the attempt's.
         affinity: The same for all attempts of one rollout, so that a router can keep its prefix cache warm.
         version: Weight version when the attempt started; what is committed without a version gets this one.
-        received: What was committed so far.
         finish_reason: Set by `finish`; `None` while the server is at it.
         detail: What the server said about the end, if anything.
     """
@@ -72,6 +71,7 @@ class Attempt:
         "_closed",
         "_counters",
         "_newest_version",
+        "_received",
         "_vocab_size",
         "affinity",
         "detail",
@@ -79,7 +79,6 @@ class Attempt:
         "id",
         "max_tokens",
         "prompt_ids",
-        "received",
         "sampling",
         "version",
     )
@@ -109,7 +108,7 @@ class Attempt:
         self.sampling: Sampling = sampling
         self.affinity: str = affinity
         self.version: int = version
-        self.received: Response = Response()
+        self._received: Response | None = None  # made when it is needed: most attempts commit once
         self.finish_reason: FinishReason | None = None
         self.detail: str | None = None
         self._vocab_size = vocab_size
@@ -123,6 +122,13 @@ class Attempt:
             f"<Attempt {self.id[:8]} v{self.version}: {len(self.prompt_ids)} prompt tokens, "
             f"{len(self.received)} of {self.max_tokens} received, {'given up' if self._closed else state}>"
         )
+
+    @property
+    def received(self) -> Response:
+        """What was committed so far."""
+        if self._received is None:
+            self._received = Response()
+        return self._received
 
     @property
     def closed(self) -> bool:
@@ -175,8 +181,12 @@ class Attempt:
             if newest is not None and known is not None and newest > known:
                 raise ValueError(f"tokens of version {newest}, but the newest is {known}")
             # Everything is checked, also what lies beyond the cap; only now it is cut.
-            kept = min(count, self.max_tokens - len(self.received))
-            self.received.extend(checked if kept == count else checked[:kept])
+            received = self._received
+            kept = min(count, self.max_tokens - (0 if received is None else len(received)))
+            if received is None and kept == count:
+                self._received = checked
+            else:
+                self.received.extend(checked if kept == count else checked[:kept])
         except (ValueError, TypeError) as error:
             self._counters.rejected += count
             raise InferenceError(f"the server's answer is unusable: {error}") from error

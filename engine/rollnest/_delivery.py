@@ -107,11 +107,12 @@ class Delivery:
                 [now[name] for name in names],
             )
 
+        tasks = {name: describe([name]) for name in rows}
         return Batch(
             index=self.batches,
             version=version,
             groups=[row.members for taken in rows.values() for row in taken],
-            tasks={name: describe([name]) for name in rows},
-            statistics=describe(list(rows)),
+            tasks=tasks,
+            statistics=describe(list(rows)) if len(tasks) > 1 else next(iter(tasks.values())),
             short=short,
         )
