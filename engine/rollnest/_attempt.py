@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from uuid import uuid4
+from random import SystemRandom
 
 from ._options import Sampling
 from ._response import Response, token_column
 from .errors import InferenceError
 
 __all__ = ["Attempt", "FinishReason", "TokenCounters"]
+
+
+_random_bits = SystemRandom().getrandbits
 
 
 class FinishReason(StrEnum):
@@ -97,7 +100,7 @@ class Attempt:
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
-        self.id: str = uuid4().hex
+        self.id: str = f"{_random_bits(128):032x}"
         # A view is packed and checked already: a long prompt is not looked through again for every turn.
         self.prompt_ids: memoryview[int] = (
             prompt_ids

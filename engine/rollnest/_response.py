@@ -109,13 +109,16 @@ class Response:
     @property
     def oldest_version(self) -> int | None:
         """The lowest version among the policy's tokens; `None` without any."""
-        # Versions never decrease, so the first policy run is the oldest.
-        return next((v for v in self._run_versions if v != CONTEXT_VERSION), None)
+        # Versions never decrease, so the first policy run is the oldest; it is among the first two runs.
+        for version in self._run_versions[:2]:
+            if version != CONTEXT_VERSION:
+                return version
+        return None
 
     @property
     def newest_version(self) -> int | None:
         """The highest version among the policy's tokens; `None` without any."""
-        return self._last_version if any(v != CONTEXT_VERSION for v in self._run_versions) else None
+        return None if self.oldest_version is None else self._last_version
 
     @property
     def policy_tokens(self) -> int:
@@ -197,6 +200,7 @@ class Response:
                 if not math.isfinite(v) or v > LOGPROB_ROUNDING
             )
             raise ValueError(f"logprobs[{at}] must be finite and <= 0, got {new_logprobs[at]}")
+        runs: list[tuple[int, int]]
         if isinstance(versions, int):
             runs = [(len(new_ids), versions)]
         else:
@@ -249,8 +253,11 @@ class Response:
         self._ids.extend(other._ids)
         self._logprobs.extend(other._logprobs)
         self._origin.extend(other._origin)
-        for version, start, stop in other.version_runs:
+        start = 0
+        runs = zip(tuple(other._run_versions), tuple(other._run_stops), strict=True)
+        for version, stop in runs:  # copies: a response may be extended by itself
             self._extend_run(stop - start, version)
+            start = stop
 
     def seal(self) -> Response:
         """Ends the growing, and returns the response; views are without a copy from now on."""
