@@ -677,5 +677,5 @@ def test_shares_sum_to_the_batch_after_tasks_have_gone() -> None:
     from rollnest._allocation import Allocation
 
     allocation = Allocation({"a": 1.0, "b": 1.0, "c": 1.0})
-    allocation._carried = {"a": Fraction(-6, 5), "b": Fraction(-6, 5), "c": Fraction(12, 5)}
+    allocation._owed = {"a": Fraction(-6, 5), "b": Fraction(-6, 5), "c": Fraction(12, 5)}
     assert sum(allocation.plan(5, {"a", "b"}).groups.values()) == 5

@@ -25,6 +25,7 @@ LAYERS: list[list[str]] = [
         "_allocation",
         "_continuation",
         "_delivery",
+        "_judgers",
         "_sampler",
         "_statistics",
         "_strategies",

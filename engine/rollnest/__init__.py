@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from ._allocation import Allocate as Allocate
+from ._allocation import AllocationRequest as AllocationRequest
+from ._allocation import by_weight as by_weight
 from ._attempt import Attempt as Attempt
 from ._attempt import FinishReason as FinishReason
 from ._blocking import BlockingEngine as BlockingEngine
 from ._blocking import BlockingPause as BlockingPause
 from ._context import Context as Context
 from ._engine import Engine as Engine
+from ._judgers import ComposedJudger as ComposedJudger
+from ._judgers import RoutedJudger as RoutedJudger
 from ._loops import AgentLoop as AgentLoop
 from ._loops import SingleTurnLoop as SingleTurnLoop
 from ._loops import ToolLoop as ToolLoop

@@ -132,6 +132,7 @@ class Context:
         self._messages = None if messages is None else list(messages)
         self._tools = tuple(tools) if tools else None
         self._busy = False
+        self._begun = 0  # where the turn that is running began
         self._reserved = 0  # how far the turn that is running may take the response
         self._running: Attempt | None = None
 
@@ -218,6 +219,7 @@ class Context:
         start = len(self._response)
         cap = min(max_tokens or sampling.max_tokens, self.remaining)
         self._busy = True
+        self._begun = start
         self._reserved = start + cap
         done: Turn | None = None
         try:
@@ -290,6 +292,13 @@ class Context:
         whole = [*known, *messages]
         return self._core.open(tokenizer.render(whole, tools=self._tools), whole, self._tools)
 
+    def snapshot(self, *, trim: bool) -> Segment:
+        """What is there now, without a turn that is still running; the context goes on."""
+        response = self._response[: self._begun] if self._busy else self._response[:]
+        if trim:
+            response = response.without_trailing_context()
+        return Segment(memoryview(self._prompt_ids).toreadonly(), response)
+
     def freeze(self, *, trim: bool) -> Segment:
         """Ends the context."""
         response = self._response.without_trailing_context() if trim else self._response.seal()
@@ -325,10 +334,12 @@ class Context:
             raise InferenceError("the server's answer is unusable: it ended without a single token")
         if resumed:
             services.counters.resumed_turns += 1
-        ids = self._response[start:].ids
+        text: str | None = None
+        if services.tokenizer is not None:
+            text = services.tokenizer.decode(self._response[start:].ids.tolist())
         return Turn(
             reason,
-            None if services.tokenizer is None else services.tokenizer.decode(ids.tolist()),
+            text,
             self._index,
             start,
             len(self._response),

@@ -50,8 +50,12 @@ class Delivery:
             name for name, t in self._tables.items() if t.ready or not self._is_exhausted(name)
         )
         if self._plan is None or self._plan[:2] != (groups, live):
-            self._plan = groups, live, self._allocation.plan(groups, set(live))
+            self._plan = groups, live, self._ask(groups, live)
         return self._plan[2]
+
+    def _ask(self, groups: int, live: frozenset[str]) -> Shares:
+        delivered = {name: table.delivered for name, table in self._tables.items()}
+        return self._allocation.plan(groups, set(live), self.batches + 1, delivered)
 
     def ready(self, groups: int) -> int:
         """How many groups of the next batch are ready."""

@@ -32,7 +32,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from anyio.lowlevel import checkpoint
 from attrs import frozen
 
-from ._allocation import Allocation
+from ._allocation import Allocate, Allocation, by_weight
 from ._attempt import TokenCounters
 from ._bell import Bell
 from ._blocking import BlockingEngine
@@ -93,6 +93,7 @@ class Engine:
         batch_size: Groups of a batch; required by strategies that run ahead.
         tokenizer: For prompts and appends that are text or messages, and to decode turns.
         capacity: How much runs at once.
+        allocate: Shares each batch among the tasks; asked once a step, and again if a task ends.
         control_timeout: Seconds that one control call of the controller (pause, resume) may take.
         exit_grace: Seconds at the end of the block for closing the controller, and for worker threads.
         version: Weight version that the policy starts with.
@@ -115,6 +116,7 @@ class Engine:
         batch_size: int | None = None,
         tokenizer: Tokenizer | None = None,
         capacity: Capacity = Capacity(),  # noqa: B008  (frozen)
+        allocate: Allocate = by_weight,
         control_timeout: float = 30.0,
         exit_grace: float = 5.0,
         version: int = 0,
@@ -126,6 +128,10 @@ class Engine:
             _check_token_ids(specs)
         if batch_size is not None:
             check_whole("batch_size", batch_size, 1)
+        if not callable(allocate):
+            raise TypeError(
+                f"allocate must be a function of an AllocationRequest, got {allocate!r}"
+            )
         check_real("control_timeout", control_timeout, 0, open_below=True)
         check_real("exit_grace", exit_grace, 0)
         check_whole("version", version, 0)
@@ -135,6 +141,7 @@ class Engine:
         self._batch_size = batch_size
         self._tokenizer = tokenizer
         self._capacity = capacity
+        self._allocate = allocate
         self._control_timeout = control_timeout
         self._exit_grace = exit_grace
         self._first_version = version
@@ -417,7 +424,7 @@ class Engine:
         gate = Gate(version=self._first_version, slots=Slots(self._capacity.turns))
         workers = Workers()
         judge_slots, tool_slots = Slots(self._capacity.judges), Slots(self._capacity.tools)
-        allocation = Allocation({spec.name: spec.weight for spec in self._specs})
+        allocation = Allocation({spec.name: spec.weight for spec in self._specs}, self._allocate)
         counters = {spec.name: TokenCounters() for spec in self._specs}
         producers: dict[str, Producer] = {}
         for spec in self._specs:

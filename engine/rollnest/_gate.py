@@ -71,6 +71,11 @@ class Gate:
         opened, self._opened = self._opened, Event()
         opened.set()
 
+    async def wait_open(self) -> None:
+        """Waits until the gate is open; look at it again after any other await."""
+        while self.closed:
+            await self._opened.wait()
+
     async def pass_through(
         self,
         build: Callable[[], Attempt],
@@ -94,8 +99,7 @@ class Gate:
             OverLimit: The limit is over.
         """
         while True:
-            while self.closed:
-                await self._opened.wait()
+            await self.wait_open()
             async with self._slots:
                 if self.closed:  # a pause began while this turn waited for its slot
                     continue

@@ -12,12 +12,14 @@ from random import Random
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 from anyio import current_time
+from anyio.lowlevel import checkpoint
 from attrs import evolve
 
 from ._context import Context, RolloutCore, RolloutServices
 from ._gate import OverLimit
+from ._judging import GroupJudging, as_score
 from ._options import Sampling
-from ._records import Failure, Message, Prompt, Sample, Segment, Status, Turn
+from ._records import Failure, Message, Prompt, Sample, Segment, Status, Turn, Verdict
 from ._response import Response
 from .errors import LoopError, ToolError, describe
 
@@ -42,6 +44,7 @@ class Rollout:
         visit: int,
         index: int,
         tools: Sequence[Message] | None = None,
+        judging: GroupJudging | None = None,
     ) -> None:
         self._core = RolloutCore(services, prompt, f"{services.task}/{prompt.uid}/{visit}/{index}")
         self._visit = visit
@@ -49,6 +52,9 @@ class Rollout:
         self._started = current_time()
         self._current = self._core.open(prompt_ids, prompt.messages, tools)
         self._random: Random | None = None
+        self._judging = judging
+        self._scored: Verdict | None = None
+        self._judged: tuple[Verdict, int] | None = None  # with how many turns the judger saw
 
     # What a loop may look at
 
@@ -178,6 +184,49 @@ class Rollout:
         except Exception as error:
             raise ToolError(f"tool {name} raised {describe(error)}") from error
 
+    def score(self, value: float, /, **parts: float) -> None:
+        """Sets the sample's verdict; the task's judger isn't asked then. Calling it again replaces it.
+
+        It stands whatever is generated afterwards. A sample that fails has no verdict all the same.
+
+        Args:
+            value: The reward.
+            parts: Named parts of it, for statistics.
+
+        Raises:
+            JudgeError: A number is not finite, or none; the verdict is as it was.
+            LoopError: The task's judger judges whole groups, or the sample was made.
+        """
+        self._check_judging("score()")
+        said = "score() got"
+        named = {name: as_score(part, said) for name, part in parts.items()}
+        self._scored = Verdict(as_score(value, said), parts=named)
+
+    async def judge(self) -> Verdict:
+        """Asks the task's judger now, about what is there: the turns so far, without one that is still running.
+
+        The verdict is the sample's, and the judger isn't asked again, by this or after the loop, unless another turn
+        came since. After `score` the loop's own verdict is returned. The time counts towards `Limits.sample`.
+
+        Raises:
+            JudgeError: There is no verdict. If the loop goes on, the judger is asked again when it has returned.
+            LoopError: The task has no judger, or one that judges whole groups; or there is nothing to be judged.
+
+        Cancellation: as a judger after the loop: an async one is cancelled, a sync one's thread is abandoned. Nothing
+        is recorded.
+        """
+        judging = self._check_judging("judge()")
+        verdict = self._verdict
+        if verdict is not None:
+            await checkpoint()
+            return verdict
+        if judging is None:
+            raise LoopError("judge() on a task without a judger")
+        turns = len(self._core.turns)
+        verdict = await judging.verdict(self._snapshot())
+        self._judged = verdict, turns
+        return verdict
+
     def segment(self, ids: Iterable[int]) -> Context:
         """Opens another token context, with a prompt of its own.
 
@@ -214,17 +263,54 @@ class Rollout:
         """
         core = self._core
         core.frozen = True
-        reason = core.finish_reason
-        if core.cut:
-            reason = "length"
-        elif reason is None and core.turns:
-            reason = core.turns[-1].finish_reason
         if status is Status.COMPLETED:
             failure = core.failure
             if failure is None and not self.policy_tokens:
                 failure = Failure("loop", "the loop returned without generating a token")
             status = Status.FAILED if failure else Status.COMPLETED
         segments = tuple(context.freeze(trim=core.cut) for context in core.contexts)
+        return self._sample(
+            status, segments, failure, self._verdict if status is Status.COMPLETED else None
+        )
+
+    @property
+    def _verdict(self) -> Verdict | None:
+        """The verdict that the loop set, or asked for and that still holds."""
+        if self._scored is not None:
+            return self._scored
+        if self._judged is not None and self._judged[1] == len(self._core.turns):
+            return self._judged[0]
+        return None
+
+    def _check_judging(self, what: str) -> GroupJudging | None:
+        if self._core.frozen:
+            raise LoopError(f"{what} on rollout {self.uid}, whose sample was made")
+        if self._judging is not None and self._judging.by_group:
+            raise LoopError(f"{what} on a task whose judger judges whole groups")
+        return self._judging
+
+    def _snapshot(self) -> Sample:
+        core = self._core
+        if core.failure is not None:
+            raise LoopError(f"judge() on rollout {self.uid}, which was failed")
+        segments = tuple(context.snapshot(trim=core.cut) for context in core.contexts)
+        if not any(segment.response.policy_tokens for segment in segments):
+            raise LoopError("judge() before anything was generated")
+        return self._sample(Status.COMPLETED, segments)
+
+    def _sample(
+        self,
+        status: Status,
+        segments: tuple[Segment, ...],
+        failure: Failure | None = None,
+        verdict: Verdict | None = None,
+    ) -> Sample:
+        core = self._core
+        reason = core.finish_reason
+        if core.cut:
+            reason = "length"
+        elif reason is None and core.turns:
+            reason = core.turns[-1].finish_reason
         return Sample(
             task=core.services.task,
             prompt=core.prompt,
@@ -234,6 +320,7 @@ class Rollout:
             segments=segments,
             turns=tuple(_within(turn, segments[turn.segment]) for turn in core.turns),
             finish_reason=reason,
+            verdict=verdict,
             failure=failure,
             sampling=core.services.sampling,
             logprobs_mode=core.services.capabilities.logprobs,

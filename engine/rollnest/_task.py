@@ -9,11 +9,12 @@ from attrs import Attribute, Factory, field, frozen
 from attrs.validators import instance_of
 
 from ._checks import real, text, whole
+from ._judgers import check_judger
 from ._loops import AgentLoop, SingleTurnLoop, as_loop
 from ._options import Limits, Sampling
 from ._records import Message, Prompt
 from ._strategies import ProduceStrategy, SyncStrategy
-from .abc import Judger, JudgerLike
+from .abc import JudgerLike
 
 __all__ = ["PromptLike", "TaskSpec"]
 
@@ -48,10 +49,8 @@ def _check_prompts(_: Any, attribute: Attribute[Any], value: tuple[Prompt, ...])
 
 
 def _check_judger(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if not (value is None or isinstance(value, Judger) or callable(value)):
-        raise TypeError(
-            f"{attribute.name} must be a Judger, a function of a sample or None, got {value!r}"
-        )
+    if value is not None:
+        check_judger(attribute.name, value)
 
 
 def _check_strategy(_: Any, attribute: Attribute[Any], value: Any) -> None:

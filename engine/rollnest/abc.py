@@ -17,14 +17,17 @@ from attrs.validators import in_
 from ._attempt import Attempt as Attempt
 from ._attempt import FinishReason as FinishReason
 from ._checks import whole
-from ._records import Batch, Group, Message, Sample, Verdict
+from ._records import Batch, Group, Message, Prompt, Sample, Verdict
 
 __all__ = [
     "Attempt",
+    "BatchJudger",
     "Capabilities",
+    "CompositeJudger",
     "FinishReason",
     "InferenceController",
     "Instrument",
+    "JudgeFunction",
     "Judger",
     "JudgerLike",
     "PauseMode",
@@ -214,7 +217,11 @@ VerdictLike: TypeAlias = "Verdict | float | Mapping[str, Any]"
 
 @runtime_checkable
 class Judger(Protocol):
-    """Turns a completed sample into a verdict. `judge` may be sync (runs in a worker thread) or async."""
+    """Turns a completed sample into a verdict. `judge` may be sync (runs in a worker thread) or async.
+
+    A judger, also one that is just a function, may have an attribute `uses_policy = True`, if it asks the policy that
+    is trained: it is then asked only while the gate is open, and holds no judge slot while it waits for that.
+    """
 
     def judge(self, sample: Sample, /) -> VerdictLike | Awaitable[VerdictLike]:
         """Returns the verdict.
@@ -224,8 +231,47 @@ class Judger(Protocol):
         ...
 
 
-JudgerLike: TypeAlias = "Judger | Callable[[Sample], VerdictLike | Awaitable[VerdictLike]]"
-"""A `Judger`, or just such a function."""
+@runtime_checkable
+class BatchJudger(Protocol):
+    """Judges all members of a group at once, for rewards that depend on the siblings. Sync or async.
+
+    One that has `judge` too is asked by `judge`, sample by sample, unless it has an attribute `judges_groups = True`.
+    """
+
+    def batch_judge(
+        self, samples: Sequence[Sample], /
+    ) -> Sequence[VerdictLike] | Awaitable[Sequence[VerdictLike]]:
+        """Returns one answer for each sample, in their order.
+
+        Called once for each group, if all its members completed. A wrong number of answers, or one that is no
+        verdict, fails every member.
+
+        Cancellation: as `Judger.judge`.
+        """
+        ...
+
+
+@runtime_checkable
+class CompositeJudger(Protocol):
+    """Asks other judgers, and makes one verdict of theirs. The engine does the asking.
+
+    Both methods are called on the event loop, so they must not block.
+    """
+
+    def select(self, prompt: Prompt, /) -> Mapping[str, JudgerLike]:
+        """Returns the judgers that this prompt's samples need, by name; at least one."""
+        ...
+
+    def combine(self, sample: Sample, verdicts: Mapping[str, Verdict], /) -> VerdictLike:
+        """Returns the verdict, from those of the selected judgers by name."""
+        ...
+
+
+JudgeFunction: TypeAlias = "Callable[[Sample], VerdictLike | Awaitable[VerdictLike]]"
+"""The simplest judger: a function of a sample, sync (runs in a worker thread) or async."""
+
+JudgerLike: TypeAlias = "Judger | BatchJudger | CompositeJudger | JudgeFunction"
+"""Whatever may judge."""
 
 
 class Instrument:
