@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -38,6 +38,7 @@ from rollnest.testing import (
     assert_conserved,
     cancel_at_step,
     check_sample,
+    virtual_backends,
 )
 
 from .helpers import one_batch, prompts, score_one, spec
@@ -277,12 +278,9 @@ async def test_a_group_that_is_cut_while_it_is_judged_is_drawn_again() -> None:
     assert_conserved(engine, committed=controller.committed)
 
 
-async def test_a_batch_judger_that_cancels_itself_fails_its_group(
-    anyio_backend: tuple[str, Any],
-) -> None:
-    if anyio_backend[0] != "asyncio":
-        pytest.skip("trio has no cancellation that anybody could raise")
-
+# trio has no cancellation that anybody could raise.
+@pytest.mark.parametrize("anyio_backend", [virtual_backends()[0]()], ids=["asyncio"])
+async def test_a_batch_judger_that_cancels_itself_fails_its_group(anyio_backend: object) -> None:
     class Quitter:
         async def batch_judge(self, samples: Sequence[Sample]) -> list[float]:
             raise asyncio.CancelledError
@@ -966,12 +964,12 @@ async def test_a_sync_judger_that_uses_the_policy_waits_too() -> None:
 # Cancelled at every step
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["scope", "native"])
-def test_cancelled_at_every_step(anyio_backend: tuple[str, Any], native: bool) -> None:
-    backend: Any = anyio_backend[0]
-    if native and backend != "asyncio":
-        pytest.skip("only asyncio has a native cancellation")
-
+@pytest.mark.parametrize(
+    ("backend", "native"),
+    [("asyncio", False), ("asyncio", True), ("trio", False)],
+    ids=["asyncio", "asyncio-native", "trio"],
+)
+def test_cancelled_at_every_step(backend: Literal["asyncio", "trio"], native: bool) -> None:
     async def loop(rollout: Rollout) -> None:
         await rollout.generate()
         if rollout.index:
