@@ -16,7 +16,7 @@ from attrs import evolve
 from ._context import RolloutServices
 from ._gate import OverLimit
 from ._judging import Judging
-from ._records import Failure, FailureKind, Prompt, Sample, Status
+from ._records import Failure, FailureKind, Group, Prompt, Sample, Status
 from ._response import token_column
 from ._rollout import Rollout
 from ._slots import Slots
@@ -92,9 +92,29 @@ class GroupRunner:
             self.produced_samples += sum(
                 s.status is Status.COMPLETED for s in samples if s.index not in row.kept
             )
-            outcome = self._table.settle(row, samples, current_time() - started)
+            kept = self._filtered(row, samples)
+            outcome = self._table.settle(row, kept, current_time() - started)
             self._services.instruments.tell("group_ended", row.members, outcome)
             self._on_settled()
+
+    def _filtered(self, row: Row, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Asks the user's filter, if every member completed; others are left to their status."""
+        keep = self._spec.keep
+        if keep is None or any(sample.status is not Status.COMPLETED for sample in samples):
+            return samples
+        try:
+            answer: object = keep(Group(self._spec.name, row.prompt, row.visit, samples))
+            if answer not in (True, False):  # numpy's bools too
+                raise TypeError(f"keep must answer a bool, got {answer!r}")
+        except Exception as error:
+            failure = Failure.of("filter", error)
+            return [
+                evolve(sample, status=Status.FAILED, verdict=None, failure=failure)
+                for sample in samples
+            ]
+        if answer:
+            return samples
+        return [evolve(sample, status=Status.FILTERED) for sample in samples]
 
 
 class LiveGroup:

@@ -38,7 +38,7 @@ __all__ = [
 Message = Mapping[str, Any]
 """One chat message, as chat templates take it: `role`, `content`, and what else the template knows."""
 
-FailureKind = Literal["inference", "loop", "tool", "judge", "data"]
+FailureKind = Literal["inference", "loop", "tool", "judge", "filter", "data"]
 
 
 class Status(Enum):
@@ -156,7 +156,9 @@ class Failure:
     It keeps no exception, so a parked sample holds no frames alive.
     """
 
-    kind: FailureKind = field(validator=in_(("inference", "loop", "tool", "judge", "data")))
+    kind: FailureKind = field(
+        validator=in_(("inference", "loop", "tool", "judge", "filter", "data"))
+    )
     message: str
     traceback: str = field(default="", repr=False)
 

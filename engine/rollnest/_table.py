@@ -25,10 +25,13 @@ from ._records import Failure, Group, Prompt, Sample, Status
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["EXPIRED", "EXPIRED_RETRIES", "GroupTable", "Row", "RowState"]
+__all__ = ["EXPIRED", "EXPIRED_RETRIES", "FILTERED", "GroupTable", "Row", "RowState"]
 
 EXPIRED_RETRIES = 3
 """How often a row that has become too old is drawn again; every retry has a bound."""
+
+FILTERED = "filtered"
+"""Why a group was dropped that the user's filter did not keep."""
 
 EXPIRED = "expired"
 """Why a group was dropped that had become too old again and again."""
@@ -181,6 +184,9 @@ class GroupTable:
                 )
                 self._drop(row, failure.kind)
                 return failure.kind
+            case Status.FILTERED:
+                self._drop(row, FILTERED)
+                return FILTERED
             case _:
                 row.state = RowState.WAITING
                 self._waiting.append(row)

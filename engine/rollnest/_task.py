@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from attrs import Attribute, Factory, field, frozen
-from attrs.validators import instance_of
+from attrs.validators import instance_of, is_callable, optional
 
 from ._checks import real, text, whole
 from ._judgers import check_judger
 from ._loops import AgentLoop, SingleTurnLoop, as_loop
 from ._options import Limits, Sampling
-from ._records import Message, Prompt
+from ._records import Group, Message, Prompt
 from ._strategies import ProduceStrategy, SyncStrategy
 from .abc import JudgerLike
 
@@ -84,6 +84,8 @@ class TaskSpec:
         max_context: Most tokens of prompt and response; `None` is the controller's.
         strategy: How many groups to start.
         weight: Share of each batch, relative to the other tasks' weights; 0 switches the task off.
+        keep: Says whether a group is worth training; dynamic sampling. Asked once every member has completed, on the
+            event loop, so keep it short; a group it does not keep is dropped as `"filtered"`, and another drawn.
         starve_after: After that many batch shares of unusable groups in a row, `next_batch` raises `Starved`.
         limits: How long things may take.
     """
@@ -108,5 +110,8 @@ class TaskSpec:
         default=SyncStrategy(), kw_only=True, validator=_check_strategy
     )
     weight: float = field(default=1.0, kw_only=True, validator=real(0))
+    keep: Callable[[Group], bool] | None = field(
+        default=None, kw_only=True, validator=optional(is_callable())
+    )
     starve_after: int = field(default=10, kw_only=True, validator=whole(1))
     limits: Limits = field(default=Limits(), kw_only=True, validator=instance_of(Limits))
