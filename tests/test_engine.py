@@ -444,12 +444,12 @@ async def test_versions_only_rise() -> None:
                 with pytest.raises(ValueError, match=f"version must rise: {version} after 5"):
                     await pause.update_weights({}, version)
             with pytest.raises(TypeError, match="version must be an int"):
-                await pause.published(True)
-            await pause.published(9)
+                pause.published(True)
+            pause.published(9)
             await pause.update_weights({})
         assert engine.version == 10
         with pytest.raises(EngineBusy, match="inside the paused"):
-            await pause.published(11)
+            pause.published(11)
 
 
 async def test_an_error_of_the_users_block_is_never_in_a_group() -> None:

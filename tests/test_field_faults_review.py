@@ -414,7 +414,7 @@ async def test_a_samples_limit_is_named() -> None:
 async def test_published_weights_can_be_used() -> None:
     async with Engine(ScriptedController(), spec(starve_after=1)) as engine:
         async with engine.paused() as pause:
-            await pause.published(3)
+            pause.published(3)
         batch = await engine.next_batch(1)
     assert {s.oldest_version for s in batch.samples} == {3}
 

@@ -7,7 +7,7 @@ import pytest
 from anyio import create_task_group
 
 from rollnest import Batch, Engine, PauseMode, Sampling, SyncStrategy
-from rollnest.errors import PauseFailed
+from rollnest.errors import EngineBroken, PauseFailed
 from rollnest.testing import Reply, ScriptedController, assert_conserved
 
 from .helpers import in_turn, spec
@@ -95,3 +95,36 @@ async def test_a_pause_with_nothing_in_flight_takes_no_time(mode: PauseMode) -> 
         async with engine.paused(mode) as pause:
             assert pause.quiet_seconds == 0
             assert pause.turns_in_flight == 0
+
+
+async def test_a_published_version_reaches_the_server_before_it_resumes() -> None:
+    controller = ScriptedController()
+    async with Engine(controller, spec(strategy=SyncStrategy(max_staleness=1))) as engine:
+        async with engine.paused() as pause:
+            pause.published(3)
+            assert engine.version == 3
+        calls = [entry[0] for entry in controller.log if entry[0] != "enter"]
+        assert calls == ["pause", "update_weights", "resume"]
+        assert await controller.version() == 3
+        batch = await engine.next_batch(1)
+    assert {s.oldest_version for s in batch.samples} == {3}
+
+
+async def test_an_update_after_a_published_version_replaces_it() -> None:
+    controller = ScriptedController()
+    async with Engine(controller, spec()) as engine:
+        async with engine.paused() as pause:
+            pause.published(3)
+            await pause.update_weights({}, 4)
+        assert await controller.version() == engine.version == 4
+        assert [e[1] for e in controller.log if e[0] == "update_weights"] == [4]
+
+
+async def test_a_server_that_does_not_take_a_published_version_breaks_the_engine() -> None:
+    controller = ScriptedController(update_error=RuntimeError("label refused"))
+    async with Engine(controller, spec()) as engine:
+        with pytest.raises(EngineBroken, match="label refused"):
+            async with engine.paused() as pause:
+                pause.published(3)
+        with pytest.raises(EngineBroken):
+            await engine.next_batch(1)

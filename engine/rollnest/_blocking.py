@@ -175,7 +175,11 @@ class BlockingPause:
 
     def published(self, version: int) -> None:
         """See `Pause.published`."""
-        self._engine.call(lambda: self._pause.published(version))
+
+        async def publish() -> None:
+            self._pause.published(version)
+
+        self._engine.call(publish)
 
     def __repr__(self) -> str:
         return f"<blocking {self._pause!r}>"

@@ -53,6 +53,7 @@ class Pause:
         turns_in_flight: Turns that were at the server when the gate closed.
         open: Whether the block is on.
         weights: What the policy holds, against when the block began.
+        moved: Version that the trainer has published and the controller was not told of yet.
     """
 
     def __init__(self, gate: Gate, controller: InferenceController, control_timeout: float) -> None:
@@ -61,6 +62,7 @@ class Pause:
         self._controller = controller
         self.open = False
         self.weights: WeightsState = WeightsState.OLD
+        self.moved: int | None = None
         self.quiet_seconds: float = 0.0
         self.turns_in_flight: int = len(gate.in_flight)
 
@@ -96,19 +98,19 @@ class Pause:
             )
         self._gate.version = version
         self.weights = WeightsState.NEW
+        self.moved = None
 
-    async def published(self, version: int) -> None:
+    def published(self, version: int) -> None:
         """Says that the trainer has moved new weights into the policy itself.
 
-        The controller is told: it drops what it cached under older weights, and its server's own label follows.
+        The controller is told when the block is left, before it resumes: it drops what it cached under older weights,
+        and its server's own label follows. If it can't, the engine breaks.
 
         Raises:
             ValueError: The version does not rise.
-            WeightUpdateFailed: The server reports another version afterwards.
-
-        Cancellation: as in `update_weights`.
         """
-        await self.update_weights(_moved_already, version)
+        self._gate.version = self.moved = self._next(version)
+        self.weights = WeightsState.NEW
 
     def _next(self, version: int | None) -> int:
         if not self.open:
@@ -160,6 +162,7 @@ class PauseContext:
         self._break_engine = break_engine
         self._check = check
         self._pause: Pause | None = None
+        self._moved: int | None = None
 
     async def __aenter__(self) -> Pause:
         self._claim()
@@ -198,6 +201,7 @@ class PauseContext:
             if exc is None:
                 self._check()
             return
+        self._moved = pause.moved
         await self._leave(exc)
 
     async def _quiet(self) -> None:
@@ -277,9 +281,23 @@ class PauseContext:
         with move_on_after(self._control_timeout, shield=True):
             for _ in range(_RESUME_TRIES):
                 try:
+                    await self._tell_moved()
                     await self._controller.resume()
                 except Exception as error:
                     failure = error
                 else:
                     return None
         return failure
+
+    async def _tell_moved(self) -> None:
+        """Tells the controller of weights that the trainer has moved itself."""
+        if self._moved is None:
+            return
+        await self._controller.update_weights(_moved_already, self._moved)
+        reported = await self._controller.version()
+        if reported is not None and reported != self._moved:
+            raise WeightUpdateFailed(
+                f"the server reports version {reported}, but {self._moved} was published",
+                weights=WeightsState.UNKNOWN,
+            )
+        self._moved = None
