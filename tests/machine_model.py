@@ -1,0 +1,939 @@
+"""The reference model of the state machine: what a run must look like, kept apart from the engine.
+
+Three parts see the run from outside: a scripted server that writes down every request and every token, agent loops
+that write down what they asked for and what they appended, and an instrument. From these notes the model says what
+each request must hold (I4, I5), what each frozen sample must hold (I1 to I3, I11), and where each group visit must
+stand (I7, I8, I9). Nothing raises here, because the engine would take it for a failed sample: what is wrong is
+noted in `World.faults`, and the machine raises it after the step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
+from random import Random
+from typing import Any, Literal, cast
+
+from anyio import create_task_group, current_time, move_on_after, sleep, sleep_forever
+from anyio.lowlevel import checkpoint
+from attrs import define, evolve, field, frozen
+
+from rollnest import (
+    Batch,
+    Capacity,
+    Context,
+    Group,
+    Limits,
+    ProduceStrategy,
+    Prompt,
+    Rollout,
+    Sample,
+    Sampling,
+    Status,
+    SyncStrategy,
+    TaskSpec,
+    Turn,
+)
+from rollnest.abc import Attempt, FinishReason, Instrument, PauseMode, WeightSource
+from rollnest.errors import InferenceError, LoopError, ToolError
+from rollnest.testing import (
+    Reply,
+    ScriptedController,
+    check_sample,
+    expected_logprob,
+)
+
+__all__ = ["CALM", "FAULTS", "Mood", "Plan", "Server", "Watcher", "World"]
+
+VOCABULARY = 1000
+STOP_ID = 0
+_TICK = 1e-3
+CONTEXT = 48  # of the server, in tokens
+
+Kind = Literal["one", "turns", "fork", "tools", "threads", "hasty", "stubborn", "odd"]
+
+
+@frozen
+class Plan:
+    """One task of a run, as drawn."""
+
+    loops: tuple[Kind, ...] = ("one",)
+    judger: Literal["async", "sync", "none"] = "async"
+    group_size: int = 2
+    strategy: ProduceStrategy = field(factory=SyncStrategy)
+    weight: float = 1.0
+    epochs: int | None = None
+    prompts: int = 4
+    max_tokens: int = 6
+    min_tokens: int = 0
+    max_response_tokens: int | None = None
+    max_context: int | None = None
+    limits: Limits = field(factory=Limits)
+    starve_after: int = 4
+
+    @property
+    def least(self) -> int:
+        """Fewest tokens of a turn that may stop."""
+        return min(self.min_tokens, self.max_tokens)
+
+
+@frozen(kw_only=True)
+class Mood:
+    """How the server and the judgers behave now; steps change one thing at a time."""
+
+    per_token: float = 0.1  # seconds
+    stream: bool = False
+    labelled: bool = True  # whether tokens come with their version
+    admission: float = 0.0
+    linger: float = 0.0  # seconds from an answer's end until its connection is closed
+    deaf: int = 0
+    abort: float | None = 0.0  # seconds that it takes, or None: it fails
+    fault: str | None = None  # what is wrong with some answers
+    often: float = 0.5  # how many of them
+    pause: Literal["ok", "slow", "hangs", "fails"] = "ok"
+    judge: Literal["ok", "slow", "slower", "fails", "nan", "none", "text"] = "ok"
+
+
+CALM = Mood()
+
+FAULTS = (
+    "error",
+    "crash",
+    "misaligned",
+    "nan",
+    "positive",
+    "empty",
+    "cut",
+    "unknown finish",
+    "echo",
+    "vocabulary",
+    "newer",
+    "older",
+    "overrun",
+    "mute",
+)
+"""What can be wrong with an answer; `"cut"` is none, the server may end a turn early unasked."""
+
+
+@define(eq=False)
+class Request:
+    """One request, as the server saw it; stands in for the attempt at the scripted server."""
+
+    attempt: Attempt
+    world: World
+    prompt: list[int]
+    labelled: bool
+    ids: list[int] = field(factory=list[int])
+    logprobs: list[float] = field(factory=list[float])
+    versions: list[int] = field(factory=list[int])
+    reason: str | None = None
+    over: bool = False
+    spent: float = 0.0  # seconds at the server, with the gate open
+
+    def commit(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: int | Sequence[int] | None = None,
+    ) -> int:
+        """Hands tokens on, and writes down those that were taken."""
+        world = self.world
+        as_said = versions if self.labelled or not isinstance(versions, int) else None
+        count = self.attempt.commit(ids, logprobs, as_said)
+        world.committed += count
+        if count and world.block_on:
+            world.fault(f"I10: {count} tokens were committed inside a paused() block")
+        if count and self.over:
+            world.fault(f"I10: {count} tokens were taken of a request that is over")
+        self.ids += ids[:count]
+        self.logprobs += logprobs[:count]
+        self.versions += [world.version] * count
+        if len(self.ids) > self.attempt.max_tokens:
+            world.fault(f"I5: {len(self.ids)} tokens of {self.attempt.max_tokens} were taken")
+        return count
+
+    def finish(self, reason: FinishReason | str, detail: str | None = None) -> None:
+        """Hands the end on, and writes it down."""
+        self.attempt.finish(reason, detail)
+        self.reason = str(reason)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.attempt, name)
+
+
+@define(eq=False)
+class Asked:
+    """One turn that a loop asked for."""
+
+    base: list[int]  # what the context held
+    cap: int
+    requests: list[Request] = field(factory=list[Request])
+
+    @property
+    def got(self) -> list[int]:
+        """What came of it so far."""
+        return [token for request in self.requests for token in request.ids]
+
+
+@define(eq=False)
+class Strand:
+    """One token context of a rollout, as it must be."""
+
+    prompt: list[int]
+    source: Rollout | Context
+    ids: list[int] = field(factory=list[int])
+    origin: list[int] = field(factory=list[int])
+    logprobs: list[float] = field(factory=list[float])
+    versions: list[int] = field(factory=list[int])
+    asked: Asked | None = None
+
+    @property
+    def spoken_for(self) -> int:
+        """Tokens that it has, or that its running turn may bring."""
+        running = 0 if self.asked is None else len(self.asked.base) - len(self.prompt)
+        return max(len(self.ids), running + (0 if self.asked is None else self.asked.cap))
+
+    def keep(self, requests: Sequence[Request]) -> None:
+        """Takes over what requests brought."""
+        for request in requests:
+            self.ids += request.ids
+            self.logprobs += request.logprobs
+            self.versions += request.versions
+            self.origin += [1] * len(request.ids)
+
+    def columns(self, *, trim: bool) -> tuple[list[int], list[int], list[float], list[int]]:
+        """The columns that its segment must have."""
+        length = len(self.ids)
+        while trim and length and not self.origin[length - 1]:
+            length -= 1
+        return (
+            self.ids[:length],
+            self.origin[:length],
+            array("f", self.logprobs[:length]).tolist(),
+            self.versions[:length],
+        )
+
+
+class Track:
+    """One rollout in one run: the loop goes through it, so that everything the loop does is written down."""
+
+    def __init__(self, world: World, plan: Plan, rollout: Rollout) -> None:
+        self.world = world
+        self.plan = plan
+        self.rollout = rollout
+        self.where = "loop"
+        self.outcome = ""
+        self.judged: float | str | None = None
+        self.cut = False
+        self.failed_itself = False
+        self.segments = 0
+        self.run = 0
+        self.main = Strand(list(rollout.prompt.token_ids or ()), rollout)
+        self.strands = [self.main]
+
+    def remaining(self, strand: Strand) -> int:
+        """What the strand may still take (I5)."""
+        room = self.world.max_context(self.plan) - len(strand.prompt) - len(strand.ids)
+        if self.plan.max_response_tokens is not None:
+            used = sum(s.spoken_for for s in self.strands)
+            room = min(room, self.plan.max_response_tokens - used)
+        return max(0, room)
+
+    def segment(self) -> Strand:
+        """Opens another context; its first id names it."""
+        self.segments += 1
+        prompt = [500 + self.segments, 3]
+        strand = Strand(prompt, self.rollout.segment(prompt))
+        self.strands.append(strand)
+        return strand
+
+    def append(self, strand: Strand, ids: list[int]) -> None:
+        """Appends context."""
+        room = self.remaining(strand)
+        if strand.source.remaining != room:
+            self.world.fault(f"I5: {strand.source.remaining} tokens remain, not {room}")
+        strand.source.append(ids)
+        fits = ids[:room]
+        self.cut = self.cut or len(ids) > room
+        strand.ids += fits
+        strand.origin += [0] * len(fits)
+        strand.logprobs += [0.0] * len(fits)
+        strand.versions += [-1] * len(fits)
+
+    async def generate(self, strand: Strand, max_tokens: int | None = None) -> Turn:
+        """Asks for a turn, and compares what comes with what the server sent."""
+        world = self.world
+        room = self.remaining(strand)
+        asked = Asked(strand.prompt + strand.ids, min(max_tokens or self.plan.max_tokens, room))
+        strand.asked = asked
+        self.where = "turn"
+        keep: Sequence[Request] = asked.requests
+        try:
+            turn = await strand.source.generate(max_tokens=max_tokens)
+        except InferenceError as error:
+            keep = asked.requests[:-1]  # what a request brought that failed is not used
+            self._check_limit(asked, over="took over" in str(error))
+            raise
+        except LoopError:
+            if asked.requests:
+                world.fault("a refused turn sent a request")
+            raise
+        else:
+            if not asked.cap:
+                self.cut = True
+            self._check_limit(asked, over=False)
+            self._compare(asked, turn)
+            return turn
+        finally:
+            strand.asked = None
+            strand.keep(keep)
+            self.where = "loop"
+
+    def _check_limit(self, asked: Asked, *, over: bool) -> None:
+        """Limits stop while the gate is closed, and while a turn waits for it."""
+        limit = self.plan.limits.turn
+        spent = sum(request.spent for request in asked.requests)
+        if limit is not None and not (spent >= limit - _TICK if over else spent <= limit + _TICK):
+            self.world.fault(f"limits: a turn of {spent} s, over {limit} s: {over}")
+
+    def _compare(self, asked: Asked, turn: Turn) -> None:
+        world, got = self.world, asked.got
+        if turn.ids.tolist() != got:
+            world.fault(f"I4: the turn has {turn.ids.tolist()}, the server sent {got}")
+        if asked.requests and not got:
+            world.fault("I11: a turn without a token was taken for an answer")
+        if turn.attempts != len(asked.requests):
+            world.fault(f"the turn took {len(asked.requests)} requests, not {turn.attempts}")
+        if len(got) > asked.cap:
+            world.fault(f"I5: a turn of {len(got)} tokens, its cap was {asked.cap}")
+        if not asked.requests:
+            expected = "length"
+        elif (last := asked.requests[-1].reason) in ("stop", "length"):
+            expected = str(last)
+        else:
+            stopped = bool(got) and got[-1] == STOP_ID and len(got) >= self.plan.least
+            expected = "stop" if stopped else "length"
+            if not stopped and len(got) < asked.cap:
+                world.fault("I7: a turn ended with a partial that was to go on")
+        if turn.finish_reason != expected:
+            world.fault(f"I5: a turn ended as {turn.finish_reason}, not {expected}")
+
+    async def tool(self, seconds: float, *, fails: bool = False, thread: bool = False) -> None:
+        """Calls a tool."""
+        world = self.world
+
+        async def work() -> None:
+            with world.counted("tools"):
+                await sleep(seconds)
+                if fails:
+                    raise ValueError("the tool is broken")
+
+        def work_in_thread() -> None:
+            if fails:
+                raise ValueError("the tool is broken")
+
+        self.where = "tool"
+        try:
+            if thread:
+                await self.rollout.tool(work_in_thread)
+            else:
+                await self.rollout.tool(work)
+        finally:
+            self.where = "loop"
+
+
+async def _play(track: Track, kind: Kind, random: Random) -> None:
+    """Plays one agent loop."""
+    rollout, main = track.rollout, track.main
+    match kind:
+        case "one":
+            await track.generate(main)
+        case "turns":
+            for _ in range(random.randint(1, 4)):
+                await track.generate(main, random.choice([None, 1, 3]))
+                if rollout.done:
+                    return
+                track.append(main, [random.randrange(1, 500) for _ in range(random.randint(0, 4))])
+                if rollout.done:
+                    return
+        case "fork":
+            if random.random() < 0.5:
+                await track.generate(main)
+            strands = [track.segment(), track.segment()]
+            async with create_task_group() as group:
+                for strand in strands:
+                    group.start_soon(track.generate, strand)
+            if not rollout.done:
+                track.append(strands[0], [7, 8])
+                if random.random() < 0.5 and not rollout.done:
+                    await track.generate(strands[0])
+        case "tools" | "threads":
+            await track.generate(main, 2)
+            try:
+                await track.tool(
+                    random.choice([0.0, 0.2, 1.0, 8.0]),
+                    fails=random.random() < 0.2,
+                    thread=kind == "threads",
+                )
+            except ToolError:
+                if random.random() < 0.3:
+                    raise
+            if not rollout.done:
+                track.append(main, [9, 9])
+                if not rollout.done:
+                    await track.generate(main)
+        case "hasty":
+            with move_on_after(random.choice([0.0, 0.15, 0.4, 1.0])):
+                await track.generate(main)
+            if not rollout.done:
+                await track.generate(main)
+        case "stubborn":
+            for _ in range(3):
+                try:
+                    await track.generate(main)
+                    break
+                except InferenceError:
+                    if rollout.done:
+                        raise
+        case "odd":
+            await _play_odd(track, random)
+
+
+async def _play_odd(track: Track, random: Random) -> None:
+    rollout, main = track.rollout, track.main
+    match random.randrange(7):
+        case 0:
+            raise ValueError("the loop is broken")
+        case 1:
+            await track.generate(main)
+            raise KeyError("the loop is broken late")
+        case 2:
+            await track.generate(main)
+            track.failed_itself = True
+            rollout.fail("no good")
+        case 3:
+            await track.generate(main)
+            rollout.finish("enough")
+            await track.generate(main)  # refused
+        case 4:
+            await checkpoint()
+        case 5:
+            await track.generate(main)
+            rollout.finish("enough")
+        case _:
+            await sleep(random.choice([0.5, 20.0]))
+            await track.generate(main)
+
+
+@define(eq=False)
+class Visit:
+    """One group visit, as events told it."""
+
+    state: Literal["flight", "ready", "waiting", "dropped", "delivered"] = "flight"
+    group: Group | None = None
+    runs: int = 1
+    fresh: dict[int, Sample] = field(factory=dict[int, Sample])  # what a redraw has to keep
+
+
+class World:
+    """Everything that is known of a run without asking the engine."""
+
+    def __init__(
+        self, plans: dict[str, Plan], capacity: Capacity, seed: int, fired: Counter[str]
+    ) -> None:
+        self.plans = plans
+        self.capacity = capacity
+        self.seed = seed
+        self.fired = fired
+        self.mood = CALM
+        self.faults: list[str] = []
+        self.version = 0  # the server's
+        self.published: int | None = None  # the version before an update that goes on
+        self.committed = 0
+        self.by_hand = 0  # of these, tokens that did not come through the script
+        self.gate_closed = False
+        self.closed_since = 0.0
+        self.closed_seconds = 0.0
+        self.block_on = False
+        self.leaving = False
+        self.tracks: dict[tuple[str, int, int], Track] = {}
+        self.runs: Counter[str] = Counter()
+        self.requests: list[Request] = []
+        self.now: Counter[str] = Counter()
+        self.visits: dict[str, dict[int, Visit]] = {name: {} for name in plans}
+        self.restarts: Counter[str] = Counter()
+        self.dropped: dict[str, Counter[str]] = {name: Counter() for name in plans}
+        self.ended: list[tuple[Group, str, list[Track | None]]] = []
+        self.batches: list[Batch] = []
+
+    def fault(self, message: str) -> None:
+        """Notes that something is wrong."""
+        self.faults.append(message)
+
+    def open_seconds(self) -> float:
+        """Time with the gate open so far, on a clock of its own."""
+        now = self.closed_since if self.gate_closed else current_time()
+        return now - self.closed_seconds
+
+    def max_context(self, plan: Plan) -> int:
+        """Most tokens of a context."""
+        return min(plan.max_context or CONTEXT, CONTEXT)
+
+    @contextmanager
+    def counted(self, what: Literal["turns", "judges", "tools"]) -> Generator[None]:
+        """Counts what goes on at once, and compares with the bound."""
+        self.now[what] += 1
+        bound = getattr(self.capacity, what)
+        if bound is not None and self.now[what] > bound:
+            self.fault(f"capacity: {self.now[what]} {what} at once, the bound is {bound}")
+        try:
+            yield
+        finally:
+            self.now[what] -= 1
+
+    # What a task is made of
+
+    def spec(self, name: str) -> TaskSpec:
+        """Makes the task of a plan."""
+        plan = self.plans[name]
+        lengths = [1, 2, 3]
+        if plan.max_context is not None:
+            lengths.append(plan.max_context)  # a prompt that leaves no room
+        prompts = [
+            Prompt(f"p{i}", token_ids=[1 + i, *[2] * (lengths[i % len(lengths)] - 1)])
+            for i in range(plan.prompts)
+        ]
+        judgers: dict[str, Callable[[Sample], float | Awaitable[float]] | None] = {
+            "async": self._judge,
+            "sync": self._judge_in_thread,
+            "none": None,
+        }
+        return TaskSpec(
+            name,
+            prompts,
+            judger=judgers[plan.judger],
+            loop=self._loop(plan),
+            group_size=plan.group_size,
+            epochs=plan.epochs,
+            sampling=Sampling(plan.max_tokens, min_tokens=plan.least),
+            max_response_tokens=plan.max_response_tokens,
+            max_context=plan.max_context,
+            strategy=plan.strategy,
+            weight=plan.weight,
+            starve_after=plan.starve_after,
+            limits=plan.limits,
+        )
+
+    def _loop(self, plan: Plan) -> Callable[[Rollout], Awaitable[None]]:
+        async def loop(rollout: Rollout) -> None:
+            task, _, visit, index = rollout.uid.split("/")
+            key = task, int(visit), int(index)
+            track = Track(self, plan, rollout)
+            old = self.tracks.get(key)
+            if old is not None and any(s.asked is not None for s in old.strands):
+                self.fault(f"{rollout.uid} runs twice")
+            self.tracks[key] = track
+            track.run = self.visits[task][int(visit)].runs
+            self.runs[rollout.uid] += 1
+            random = Random(f"{self.seed}/{rollout.uid}/{self.runs[rollout.uid]}")
+            try:
+                await _play(track, random.choice(plan.loops), random)
+            except Exception as error:
+                track.outcome = f"raised {type(error).__name__}"
+                raise
+            except BaseException:
+                track.outcome = "cancelled"
+                raise
+            else:
+                track.outcome = "returned"
+            finally:
+                track.where = ""
+
+        return loop
+
+    async def _judge(self, sample: Sample) -> float:
+        track, mood = self._to_judge(sample), self.mood.judge
+        track.where = "judge"
+        try:
+            with self.counted("judges"):
+                await checkpoint()
+                if mood in ("slow", "slower"):
+                    await sleep(1.0 if mood == "slow" else 200.0)
+                return self._answer(track, sample, mood)
+        finally:
+            track.where = ""
+
+    def _judge_in_thread(self, sample: Sample) -> float:
+        return self._answer(self._to_judge(sample), sample, self.mood.judge)
+
+    def _to_judge(self, sample: Sample) -> Track:
+        if sample.status is not Status.COMPLETED or sample.verdict is not None:
+            self.fault(f"I11: the judger was given {sample}")
+        track = self.tracks[sample.task, sample.visit, sample.index]
+        if track.judged is not None:
+            self.fault(f"{track.rollout.uid} was judged twice")
+        track.judged = "asked"
+        return track
+
+    def _answer(self, track: Track, sample: Sample, mood: str) -> float:
+        self.fired[f"the judger: {mood}"] += 1
+        answers: dict[str, object] = {"nan": float("nan"), "none": None, "text": "good"}
+        if mood == "fails":
+            track.judged = "failed"
+            raise ValueError("the judger is broken")
+        if mood in answers:
+            track.judged = mood
+            return cast("float", answers[mood])
+        track.judged = float(sum(len(s.ids) for s in sample.segments) + sample.index)
+        return track.judged
+
+    # What a request must hold
+
+    def arrived(self, attempt: Attempt) -> Request:
+        """Compares a request with what the loop has asked for."""
+        prompt = attempt.prompt_ids.tolist()
+        request = Request(attempt, self, prompt, self.mood.labelled)
+        self.requests.append(request)
+        if self.gate_closed:
+            self.fault("I10: a request was sent while the gate was closed")
+        if attempt.version != self.version:
+            self.fault(f"I3: a request of version {attempt.version}, the server has {self.version}")
+        task, _, visit, index = attempt.affinity.split("/")
+        track = self.tracks[task, int(visit), int(index)]
+        strands = [s for s in track.strands if s.prompt[0] == prompt[0] and s.asked is not None]
+        if len(strands) != 1 or strands[0].asked is None:
+            self.fault(f"I4: nobody asked for a turn on {prompt}")
+            return request
+        asked = strands[0].asked
+        got = asked.got
+        if prompt != asked.base + got:
+            self.fault(f"I4: {prompt} was sent, {asked.base} and {got} were there")
+        if attempt.max_tokens != asked.cap - len(got) or attempt.max_tokens < 1:
+            self.fault(f"I5: the cap was {attempt.max_tokens}, {len(got)} of {asked.cap} are there")
+        for earlier in asked.requests:
+            if earlier.reason not in (None, "abort"):
+                self.fault(f"I4: a turn went on after it had ended as {earlier.reason}")
+        asked.requests.append(request)
+        return request
+
+    # What the frozen ends must hold
+
+    def check_ended(self) -> None:
+        """Compares every group that has ended since the last call."""
+        ended, self.ended = self.ended, []
+        for group, outcome, tracks in ended:
+            self._check_group(group, outcome)
+            for sample, track in zip(group.samples, tracks, strict=True):
+                if track is not None:
+                    self._check_sample(sample, track)
+                elif sample.status is not Status.ABORTED and not self._leaves_no_room(sample):
+                    self.fault(f"{sample.task}/{sample.visit}/{sample.index} never ran: {sample}")
+
+    def _leaves_no_room(self, sample: Sample) -> bool:
+        return sample.failure is not None and sample.failure.kind == "data"
+
+    def _check_group(self, group: Group, outcome: str) -> None:
+        name = f"group {group.task}/{group.visit}"
+        plan = self.plans[group.task]
+        if [s.index for s in group.samples] != list(range(plan.group_size)):
+            self.fault(f"I7: {name} has the members {[s.index for s in group.samples]}")
+        for sample in group.samples:
+            try:
+                check_sample(sample, max_response_tokens=plan.max_response_tokens)
+            except AssertionError as error:
+                self.fault(f"{name}: {error}")
+        statuses = {s.status for s in group.samples}
+        failures = [s.failure.kind for s in group.samples if s.failure is not None]
+        bad = failures[0] if failures else "waiting"
+        expected = "ready" if statuses == {Status.COMPLETED} else bad
+        if outcome != expected:
+            self.fault(f"{name} ended as {outcome}, its members say {expected}")
+        if Status.ABORTED in statuses and not self.leaving:
+            self.fault(f"{name} was aborted, and nobody cancelled production")
+
+    def _check_sample(self, sample: Sample, track: Track) -> None:
+        name = track.rollout.uid
+        if len(sample.segments) != len(track.strands):
+            self.fault(f"I4: {name} has {len(sample.segments)} segments of {len(track.strands)}")
+            return
+        for segment, strand in zip(sample.segments, track.strands, strict=True):
+            expected = strand.columns(trim=track.cut)
+            found = (
+                segment.ids.tolist(),
+                segment.response.origin.tolist(),
+                segment.logprobs.tolist(),
+                segment.versions.tolist(),
+            )
+            if segment.prompt_ids.tolist() != strand.prompt:
+                self.fault(f"I4: {name} has the prompt {segment.prompt_ids.tolist()}")
+            if found != expected:
+                self.fault(f"I2 to I4: {name} has the columns {found}, not {expected}")
+            for token, logprob, version in zip(found[0], found[2], found[3], strict=False):
+                if version > self.version:
+                    self.fault(f"I3: {name} has a token of version {version} of {self.version}")
+                if version >= 0 and logprob != expected_logprob(token, version):
+                    self.fault(f"I3: {name} has a token of another version than {version}")
+        self._check_status(sample, track)
+
+    def _check_status(self, sample: Sample, track: Track) -> None:
+        name, plan = track.rollout.uid, track.plan
+        sampled = any(any(strand.origin) for strand in track.strands)
+        good = track.outcome == "returned" and sampled and not track.failed_itself
+        match sample.status:
+            case Status.COMPLETED:
+                score = None if sample.verdict is None else sample.verdict.score
+                if not good:
+                    self.fault(f"I11: {name} is COMPLETED, but its loop {track.outcome}")
+                if score != track.judged:
+                    self.fault(f"I11: {name} has the score {score}, not {track.judged}")
+                if (score is None) != (plan.judger == "none"):
+                    self.fault(f"I11: {name} has the score {score}, judger {plan.judger}")
+            case Status.FAILED:
+                kind = "" if sample.failure is None else sample.failure.kind
+                limited = track.outcome == "cancelled" and plan.limits.sample is not None
+                if kind == "judge":
+                    if not good or isinstance(track.judged, float):
+                        self.fault(f"I11: {name} failed at the judger, which said {track.judged}")
+                elif good or (track.outcome == "cancelled" and not limited):
+                    self.fault(f"{name} FAILED, but its loop {track.outcome}: {sample.failure}")
+            case Status.ABORTED:
+                if track.outcome not in ("cancelled", "returned"):
+                    self.fault(f"{name} was ABORTED, but its loop {track.outcome}")
+            case status:
+                self.fault(f"{name} ended as {status}")
+
+    # Where every visit must stand
+
+    def started(self, task: str, visit: int) -> None:
+        """A group began."""
+        known = self.visits[task].get(visit)
+        if known is None:
+            self.visits[task][visit] = Visit()
+            return
+        self.restarts[task] += 1
+        allowed = self.plans[task].strategy.max_staleness
+        if known.group is None or known.state not in ("ready", "waiting"):
+            self.fault(f"I8: {task}/{visit} was drawn again while {known.state}")
+            return
+        known.fresh = {
+            s.index: s
+            for s in known.group.samples
+            if s.status is Status.COMPLETED and self.lag(s, self.version) <= allowed
+        }
+        if known.state == "ready" and len(known.fresh) == len(known.group.samples):
+            self.fault(f"I9: {task}/{visit} expired, and no member was too old")
+        known.state = "flight"
+        known.runs += 1
+
+    def ends(self, group: Group, outcome: str) -> None:
+        """A group ended."""
+        visit = self.visits[group.task].get(group.visit)
+        if visit is None or visit.state != "flight":
+            self.fault(f"I7: {group.task}/{group.visit} ended and was not in flight")
+            return
+        for index, sample in visit.fresh.items():
+            if group.samples[index] is not sample:
+                self.fault(f"I7: {group.task}/{group.visit} gave a fresh member up")
+        before = () if visit.group is None else visit.group.samples
+        tracks: list[Track | None] = []
+        for sample in group.samples:
+            track = self.tracks.get((group.task, group.visit, sample.index))
+            kept = any(sample is other for other in before)
+            tracks.append(
+                track if track is not None and (kept or track.run == visit.runs) else None
+            )
+        visit.group = group
+        if outcome in ("ready", "waiting"):
+            visit.state = "ready" if outcome == "ready" else "waiting"
+        else:
+            visit.state = "dropped"
+            self.dropped[group.task][outcome] += 1
+        self.ended.append((group, outcome, tracks))
+
+    def received(self, batch: Batch, asked: int) -> None:
+        """A consumer has a batch."""
+        if batch.index != len(self.batches) + 1:
+            self.fault(f"I8: batch {batch.index} follows {len(self.batches)}")
+        self.batches.append(batch)
+        if batch.version not in (self.version, self.published):
+            self.fault(f"I9: a batch of version {batch.version}, the server has {self.version}")
+        if batch.short != (len(batch) < asked) or not 0 < len(batch) <= asked:
+            self.fault(f"a batch of {len(batch)}, short {batch.short}, {asked} were asked for")
+        if batch.short and all(plan.epochs is None for plan in self.plans.values()):
+            self.fault("a short batch of endless prompts")
+        newest: dict[str, int] = {}
+        for group in batch.groups:
+            name = f"{group.task}/{group.visit}"
+            visit = self.visits[group.task].get(group.visit)
+            if visit is None or visit.state != "ready" or visit.group is not group:
+                state = None if visit is None else visit.state
+                self.fault(f"I8: {name} was delivered while {state}")
+                continue
+            visit.state = "delivered"
+            lags = [self.lag(sample, batch.version) for sample in group.samples]
+            if max(lags) > self.plans[group.task].strategy.max_staleness:
+                self.fault(f"I9: {name} was delivered with the lags {lags}")
+            if batch.version - max(lags) < newest.get(group.task, 0):
+                self.fault(f"{name} was delivered after a younger group")
+            newest[group.task] = batch.version - max(lags)
+            if self.plans[group.task].weight == 0:
+                self.fault(f"{name} was delivered, its weight is 0")
+
+    def lag(self, sample: Sample, version: int) -> int:
+        """A sample's lag, counted token by token."""
+        versions = [
+            v for s in sample.segments for v, m in zip(s.versions, s.mask, strict=True) if m
+        ]
+        return version - min(versions, default=version)
+
+
+class Watcher(Instrument):
+    """Tells the world what the engine says."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def group_started(self, task: str, visit: int) -> None:
+        """A group began."""
+        try:
+            self.world.started(task, visit)
+        except Exception as error:  # the engine would only take the instrument out
+            self.world.fault(repr(error))
+
+    def group_ended(self, group: Group, outcome: str) -> None:
+        """A group ended."""
+        try:
+            self.world.ends(group, outcome)
+        except Exception as error:
+            self.world.fault(repr(error))
+
+    def gate_closed(self, in_flight: int) -> None:
+        """A pause began."""
+        self.world.closed_since = current_time()
+        self.world.gate_closed = True
+
+    def gate_opened(self, version: int) -> None:
+        """A pause is over."""
+        self.world.gate_closed = False
+        self.world.closed_seconds += current_time() - self.world.closed_since
+        if version != self.world.version:
+            self.world.fault(f"the gate opened at {version}, the server has {self.world.version}")
+
+
+class Server(ScriptedController):
+    """A scripted server whose mood changes while it runs."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(self._reply, vocab_size=VOCABULARY, max_context=CONTEXT)
+        self.world = world
+        self.resume_failures = 0
+        self.mislabelled = False
+        self.asked: Counter[str] = Counter()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no forward pass can run."""
+        return self._paused
+
+    async def generate(self, attempt: Attempt) -> None:
+        """Answers, and writes down what it does."""
+        mood = self.world.mood
+        self._stream, self._admission = mood.stream, mood.admission
+        request = self.world.arrived(attempt)
+        started = self.world.open_seconds()
+        try:
+            with self.world.counted("turns"):
+                if mood.fault == "mute":
+                    self.world.fired["the server: mute"] += 1
+                    await sleep(mood.per_token)
+                    logprob = expected_logprob(5, self._version)
+                    self.world.by_hand += request.commit([5], [logprob], self._version)
+                    return  # without saying why
+                await super().generate(cast("Attempt", request))
+                if mood.linger:
+                    await sleep(mood.linger)
+        finally:
+            request.over = True
+            request.spent = self.world.open_seconds() - started
+
+    async def abort(self, ids: Collection[str] | None) -> None:
+        """Aborts, soon or late or not at all."""
+        delay = self.world.mood.abort
+        if delay is None:
+            await checkpoint()
+            raise InferenceError("503: abort is broken")
+        self._abort_delay = delay
+        await super().abort(ids)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pauses, or not."""
+        match self.world.mood.pause:
+            case "slow":
+                await sleep(0.5)
+            case "hangs":
+                self.log.append(("pause", mode))
+                await sleep_forever()
+            case "fails":
+                self.log.append(("pause", mode))
+                await checkpoint()
+                raise InferenceError("503: pause is broken")
+            case _:
+                pass
+        await super().pause(mode)
+
+    async def resume(self) -> None:
+        """Resumes, after some failures."""
+        if self.resume_failures:
+            self.resume_failures -= 1
+            await checkpoint()
+            raise InferenceError("503: not yet", retryable=True)
+        await super().resume()
+
+    async def update_weights(self, source: WeightSource, version: int) -> None:
+        """Takes new weights."""
+        try:
+            await super().update_weights(source, version)
+        finally:
+            self.world.version = max(self.world.version, self._version)
+
+    async def version(self) -> int | None:
+        """The version it has, or says that it has."""
+        reported = await super().version()
+        return 10**6 if self.mislabelled else reported
+
+    def _reply(self, attempt: Attempt) -> Reply:
+        mood = self.world.mood
+        self.asked[attempt.affinity] += 1
+        random = Random(f"{self.world.seed}/{attempt.affinity}/{self.asked[attempt.affinity]}")
+        wanted = random.randint(1, attempt.max_tokens + 2)
+        wanted = max(wanted, attempt.sampling.min_tokens)
+        ids = [random.randrange(1, VOCABULARY) for _ in range(wanted)]
+        if random.random() < 0.4:
+            ids[-1] = STOP_ID
+        reply = Reply(ids, delay=mood.per_token * len(ids), deaf=mood.deaf)
+        if mood.fault is not None and random.random() < mood.often:
+            reply = self._faulty(reply, mood.fault, attempt)
+        return reply
+
+    def _faulty(self, reply: Reply, fault: str, attempt: Attempt) -> Reply:
+        self.world.fired[f"the server: {fault}"] += 1
+        ids = list(reply.ids)
+        good = [expected_logprob(i, self._version) for i in ids]
+        changes: dict[str, dict[str, Any]] = {
+            "error": {"error": InferenceError("500", retryable=True)},
+            "crash": {"error": ZeroDivisionError("the client is broken")},
+            "misaligned": {"logprobs": good[: min(len(ids), attempt.max_tokens) - 1]},
+            "nan": {"logprobs": [float("nan"), *good[1:]]},
+            "positive": {"logprobs": [1.0, *good[1:]]},
+            "empty": {"ids": []},
+            "cut": {"ids": ids[: len(ids) // 2], "finish": "abort"},
+            "unknown finish": {"finish": "banana"},
+            "echo": {"echo": [1, 2, 3]},
+            "vocabulary": {"ids": [*ids[:-1], VOCABULARY], "overrun": True},
+            "newer": {"versions": [self._version + 1] * len(ids)},
+            "older": {"versions": [max(0, self._version - 1)] * len(ids)},
+            "overrun": {"ids": [*ids, 5, 6, 7], "overrun": True},
+        }
+        return evolve(reply, **changes[fault])

@@ -1,0 +1,341 @@
+"""Engines that are broken on purpose: each mutant breaks one invariant by a few substitutions in one place.
+
+Every substitution's text must stand in its module exactly once, so a mutant that the engine has outgrown is noticed.
+"""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+@frozen
+class Mutant:
+    """One broken engine.
+
+    Attributes:
+        name: What is broken.
+        invariant: Which invariant suffers.
+        changes: Module, its text, and what stands there instead.
+        backend: Where the state machine plays.
+    """
+
+    name: str
+    invariant: str
+    changes: tuple[tuple[str, str, str], ...]
+    backend: str = "asyncio"
+
+
+def _mutant(
+    invariant: str, name: str, *changes: tuple[str, str, str], backend: str = "asyncio"
+) -> Mutant:
+    return Mutant(name, invariant, changes, backend)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    _mutant(
+        "I1",
+        "context has one logprob too few",
+        ("_response.py", "bytes(4 * len(new_ids))", "bytes(4 * len(new_ids) - 4)"),
+    ),
+    _mutant(
+        "I1",
+        "a run of versions is one token short",
+        (
+            "_response.py",
+            "self._extend_run(stop - start, version)",
+            "self._extend_run(stop - start - (stop - start > 1), version)",
+        ),
+    ),
+    _mutant(
+        "I2",
+        "mask includes context",
+        (
+            "_records.py",
+            "return self.response.origin",
+            "return memoryview(bytes([1]) * len(self.response))",
+        ),
+    ),
+    _mutant(
+        "I2",
+        "context counts as the policy's",
+        ("_response.py", "_CONTEXT * len(new_ids)", "_POLICY * len(new_ids)"),
+    ),
+    _mutant(
+        "I3",
+        "logprobs are not checked",
+        (
+            "_response.py",
+            "if not math.isfinite(sum(new_logprobs)) or max(new_logprobs) > LOGPROB_ROUNDING:",
+            "if False:",
+        ),
+    ),
+    _mutant(
+        "I3",
+        "version stamped at the end of the turn instead of the attempt",
+        (
+            "_context.py",
+            "        if resumed:\n            services.counters.resumed_turns += 1\n",
+            "        if resumed:\n            services.counters.resumed_turns += 1\n"
+            "            whole, fresh = self._response[:], Response()\n"
+            "            fresh.extend(whole[:start])\n"
+            "            part = whole[start:]\n"
+            "            fresh.append_policy(part.ids, part.logprobs, services.gate.version)\n"
+            "            self._response = fresh\n",
+        ),
+    ),
+    _mutant(
+        "I3",
+        "an answer of other weights is taken",
+        (
+            "_attempt.py",
+            "if newest is not None and known is not None and newest > known:",
+            "if False:",
+        ),
+    ),
+    _mutant(
+        "I4",
+        "a resumed turn is sent without its partial",
+        (
+            "_context.py",
+            "self._prompt_ids + self._response.packed_ids",
+            "self._prompt_ids + self._response.packed_ids[:start]",
+        ),
+    ),
+    _mutant(
+        "I4",
+        "tokens of a failed request are kept",
+        ("_context.py", "if not usable or self._core.frozen:", "if self._core.frozen:"),
+    ),
+    _mutant(
+        "I4",
+        "outcome taken from cancelled_caught",
+        (
+            "_gate.py",
+            "                if attempt.finish_reason is None and not scope.cancel_called:\n",
+            "                if scope.cancelled_caught:\n"
+            "                    attempt.finish_reason = None\n"
+            "                elif attempt.finish_reason is None:\n",
+        ),
+    ),
+    _mutant(
+        "I5",
+        "cap not reduced on resume",
+        (
+            "_context.py",
+            "self._run_attempt(sampling, start, cap - got, limit)",
+            "self._run_attempt(sampling, start, cap, limit)",
+        ),
+    ),
+    _mutant(
+        "I5",
+        "a turn beside another does not count",
+        (
+            "_context.py",
+            "return max(len(self._response), self._reserved)",
+            "return len(self._response)",
+        ),
+    ),
+    _mutant(
+        "I7",
+        "partial dropped on abort",
+        (
+            "_context.py",
+            "        self._response.extend(received)\n        return stop_at",
+            "        if attempt.finish_reason != FinishReason.ABORT:\n"
+            "            self._response.extend(received)\n        return stop_at",
+        ),
+    ),
+    _mutant(
+        "I7",
+        "a next_batch that is cancelled loses what it took",
+        (
+            "_engine.py",
+            "                if batch is not None:\n"
+            "                    return self._handed_over(parts, batch)\n"
+            "                await",
+            "                if batch is not None:\n"
+            "                    await checkpoint()\n"
+            "                    return self._handed_over(parts, batch)\n"
+            "                await",
+        ),
+    ),
+    _mutant(
+        "I7",
+        "a row that was cut is forgotten",
+        (
+            "_table.py",
+            "                row.state = RowState.WAITING\n"
+            "                self._waiting.append(row)\n"
+            '                return "waiting"',
+            '                row.state = RowState.WAITING\n                return "waiting"',
+        ),
+    ),
+    _mutant(
+        "I7",
+        "admission by totals instead of live groups",
+        (
+            "_producer.py",
+            "flight=len(self.table.flight),",
+            "flight=self.table.drawn - self.table.delivered - self.table.ready,",
+        ),
+    ),
+    _mutant(
+        "I7",
+        "a settled group wakes nobody",
+        (
+            "_engine.py",
+            "        self._ready.ring()\n        self._entered().producers[task].bell.ring()",
+            "        self._entered().producers[task].bell.ring()",
+        ),
+    ),
+    _mutant(
+        "I8",
+        "delivery twice",
+        (
+            "_table.py",
+            "rows = [heappop(self._ready)[2] for _ in range(min(count, len(self._ready)))]",
+            "rows = [self._ready[i][2] for i in range(min(count, len(self._ready)))]",
+        ),
+    ),
+    _mutant(
+        "I8",
+        "a delivered row is ready again after the next pause",
+        (
+            "_table.py",
+            "        self.delivered += len(rows)\n        return rows",
+            "        for row in rows[1:]:\n"
+            "            self.delivered -= 1\n"
+            "            self.delivered_tokens -= _tokens(row)\n"
+            "            heappush(self._ready, (row.members.oldest_version or 0, row.visit, row))\n"
+            "        self.delivered += len(rows)\n        return rows",
+        ),
+    ),
+    _mutant(
+        "I9",
+        "expiry off by one",
+        (
+            "_table.py",
+            "version - self._ready[0][0] > self._max_staleness:",
+            "version - self._ready[0][0] > self._max_staleness + 1:",
+        ),
+    ),
+    _mutant(
+        "I9",
+        "a group's age is its youngest member's",
+        (
+            "_table.py",
+            "heappush(self._ready, (group.oldest_version or 0, row.visit, row))\n"
+            '                return "ready"',
+            "youngest = max(s.oldest_version or 0 for s in samples)\n"
+            "                heappush(self._ready, (youngest, row.visit, row))\n"
+            '                return "ready"',
+        ),
+    ),
+    _mutant(
+        "I10",
+        "no second look at the gate after waiting for a slot",
+        (
+            "_gate.py",
+            "                if self.closed:  # a pause began",
+            "                if False:  #",
+        ),
+    ),
+    _mutant(
+        "I10",
+        "no second look at the gate after waking",
+        ("_gate.py", "while self.closed:\n", "if self.closed:\n"),
+        (
+            "_gate.py",
+            "                if self.closed:  # a pause began",
+            "                if False:  #",
+        ),
+    ),
+    _mutant(
+        "I10",
+        "commit accepted after close",
+        (
+            "_attempt.py",
+            "            if self._closed:\n                self._counters.late",
+            "            if False:\n                self._counters.late",
+        ),
+    ),
+    _mutant(
+        "I10",
+        "the block begins before the controller has confirmed",
+        (
+            "_pause.py",
+            "                await self._controller.pause(self._mode)\n",
+            "                pass\n",
+        ),
+    ),
+    _mutant(
+        "I10",
+        "what does not end is not cut after the grace",
+        ("_pause.py", "        gate.cut()\n", ""),
+    ),
+    _mutant(
+        "I10",
+        "resume skipped on error",
+        (
+            "_pause.py",
+            "        await self._leave(exc)\n\n",
+            "        if exc is None:\n            await self._leave(exc)\n"
+            "        else:\n            self._release()\n\n",
+        ),
+    ),
+    _mutant(
+        "I10",
+        "resume skipped when the pause is cancelled on its way in",
+        (
+            "_pause.py",
+            "            await self._leave(error)\n            raise",
+            "            self._release()\n            raise",
+        ),
+    ),
+    _mutant(
+        "I11",
+        "verdict kept on an aborted sample",
+        (
+            "_group.py",
+            "                self._samples[index] = rollout.freeze(Status.ABORTED)\n",
+            "                from attrs import evolve\n"
+            "                from ._records import Verdict\n"
+            "                aborted = rollout.freeze(Status.ABORTED)\n"
+            "                self._samples[index] = evolve(aborted, verdict=Verdict(0.0))\n",
+        ),
+        (
+            "_records.py",
+            "if self.verdict is not None and self.status in _NEVER_JUDGED:",
+            "if False:",
+        ),
+    ),
+    _mutant(
+        "I11",
+        "a judger that fails means reward 0",
+        (
+            "_judging.py",
+            'return evolve(sample, status=Status.FAILED, verdict=None, failure=Failure.of("judge", error))',
+            "return evolve(sample, verdict=Verdict(0.0))",
+        ),
+    ),
+    _mutant(
+        "I11",
+        "a reply without a token is an answer",
+        (
+            "_context.py",
+            "        if attempts and start == len(self._response):\n",
+            "        if False:\n",
+        ),
+    ),
+    _mutant(
+        "capacity",
+        "turns take no slot",
+        (
+            "_gate.py",
+            "            async with self._slots:\n",
+            "            async with Slots(None):\n",
+        ),
+    ),
+)
