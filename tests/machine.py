@@ -245,7 +245,7 @@ class Machine:
             return
         self.broken = self.world.leaving = True
         if how == "stuck":
-            self.server.resume_failures = 5
+            self.server.resume_failures = 10_000
         else:
             self.world.published = self.world.version
             if how == "unknown":

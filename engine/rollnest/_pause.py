@@ -41,8 +41,7 @@ __all__ = ["Pause", "PauseContext"]
 
 _log = logging.getLogger("rollnest")
 
-_FIRST_AGAIN = 0.05  # seconds until the first abort by id; doubled each time
-_RESUME_TRIES = 3
+_FIRST_AGAIN = 0.05  # seconds until a control call is sent again; doubled each time
 
 
 class Pause:
@@ -276,15 +275,18 @@ class PauseContext:
             self._break_engine("the controller did not resume", failure)
 
     async def _resume(self) -> Exception | None:
-        """Resumes the controller, whatever is being cancelled, within `control_timeout`."""
+        """Resumes the controller, whatever is being cancelled; asks again and again, within `control_timeout`."""
         failure: Exception = TimeoutError(f"no answer within {self._control_timeout} s")
         with move_on_after(self._control_timeout, shield=True):
-            for _ in range(_RESUME_TRIES):
+            again = _FIRST_AGAIN
+            while True:
                 try:
                     await self._tell_moved()
                     await self._controller.resume()
                 except Exception as error:
                     failure = error
+                    await sleep(again)
+                    again *= 2
                 else:
                     return None
         return failure
