@@ -35,6 +35,7 @@ from rollnest.testing import (
     assert_conserved,
     check_sample,
     free_running_threads,
+    virtual_backends,
 )
 
 from .helpers import in_turn, one_batch, prompts, spec
@@ -343,12 +344,10 @@ async def test_a_consumer_elsewhere_hears_that_the_block_was_left() -> None:
     assert [type(e) for e in seen] == [EngineClosed]
 
 
+@pytest.mark.parametrize("anyio_backend", [virtual_backends()[0]()], ids=["asyncio"])
 async def test_a_native_cancellation_of_resume_does_not_close_the_gate_for_ever(
-    anyio_backend_name: str,
+    anyio_backend: object,
 ) -> None:
-    if anyio_backend_name != "asyncio":
-        return
-
     class Slow(ScriptedController):
         async def resume(self) -> None:
             await sleep(0.5)
@@ -653,10 +652,8 @@ async def test_tokens_of_the_future_are_refused() -> None:
             await engine.next_batch(1)
 
 
-async def test_a_loop_with_asyncios_own_timeout(anyio_backend_name: str) -> None:
-    if anyio_backend_name != "asyncio":
-        return
-
+@pytest.mark.parametrize("anyio_backend", [virtual_backends()[0]()], ids=["asyncio"])
+async def test_a_loop_with_asyncios_own_timeout(anyio_backend: object) -> None:
     async def loop(rollout: Rollout) -> None:
         try:
             async with asyncio.timeout(0.5):

@@ -426,9 +426,8 @@ class Context:
             seam = len(self._response) - start
             try:
                 stop_at = tokens_through_stop(whole, seam, sampling.stop, tokenizer.decode)
-            except (
-                Exception
-            ):  # the tokens are kept first; the turn's end will decode them again, and raise
+            except Exception:
+                # The tokens are kept first; the turn's end decodes them again, and raises.
                 stop_at = None
             if stop_at is not None:
                 counters.discarded += len(whole) - stop_at

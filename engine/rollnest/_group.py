@@ -228,7 +228,7 @@ class LiveGroup:
 
         name = f"tokenizer of {prompt.uid}"
         try:
-            return await self._services.workers.run(name, _UNBOUNDED, nullcontext(), render)
+            return await self._services.workers.run(name, Slots(None), nullcontext(), render)
         except Exception as error:
             raise DataError(
                 f"prompt {prompt.uid!r} can't be rendered: {describe(error)}"
@@ -304,9 +304,6 @@ def _cancellation_alone(who: str) -> Generator[None]:
             raise
         _log.warning("%s raised while it was cancelled", who, exc_info=rest)
         raise cancelled from None
-
-
-_UNBOUNDED = Slots(None)
 
 
 def _kind(error: BaseException) -> FailureKind:
