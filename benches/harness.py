@@ -1,20 +1,39 @@
-"""What all benches share: rows, medians, the JSON shape, a table to read."""
+"""What all benches share: the clock, rows, medians, the JSON shape, a table to read."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from attrs import asdict, field, frozen
 
-__all__ = ["Row", "main", "row"]
+__all__ = ["BACKENDS", "Row", "calm", "main", "now", "report", "result", "row", "summary"]
+
+BACKENDS = ("asyncio", "trio")
+
+clock: Callable[[], float] = time.perf_counter
+"""The clock of every bench, in seconds. Tests put one in its place that advances by certain amounts."""
+
+
+def now() -> float:
+    """Returns seconds by `clock`."""
+    return clock()
+
+
+def calm() -> None:
+    """Collects garbage, so that a measurement does not pay for what came before it."""
+    gc.collect()
 
 
 @frozen(kw_only=True)
@@ -49,18 +68,39 @@ def row(
     *,
     baseline: Sequence[float] | None = None,
     at_most_ratio: float | None = None,
+    at_least_ratio: float | None = None,
     at_most: float | None = None,
+    at_least: float | None = None,
 ) -> Row:
-    """Makes a row; the goal is a bound on the ratio to the baseline, or on the value."""
+    """Makes a row; the goal is a bound on the ratio to the baseline, or on the value. At most one goal.
+
+    Raises:
+        ValueError: There are no samples, several goals, or a goal on a ratio without a baseline.
+    """
+    if not samples or (baseline is not None and not baseline):
+        raise ValueError(f"{case}: samples and baseline must not be empty")
     value = statistics.median(samples)
     base = None if baseline is None else statistics.median(baseline)
-    ratio = None if base is None else value / base
+    ratio = value / base if base else None
+    goals = [
+        (bound, measured, below, words)
+        for bound, measured, below, words in (
+            (at_most_ratio, ratio, True, "x baseline"),
+            (at_least_ratio, ratio, False, "x baseline"),
+            (at_most, value, True, unit),
+            (at_least, value, False, unit),
+        )
+        if bound is not None
+    ]
+    if len(goals) > 1:
+        raise ValueError(f"{case}: a row has one goal, got {len(goals)}")
     goal: str | None = None
     holds: bool | None = None
-    if at_most_ratio is not None and ratio is not None:
-        goal, holds = f"<= {at_most_ratio:g} x baseline", ratio <= at_most_ratio
-    elif at_most is not None:
-        goal, holds = f"<= {at_most:g} {unit}", value <= at_most
+    for bound, measured, below, words in goals:
+        if measured is None:
+            raise ValueError(f"{case}: a goal on a ratio needs a baseline above 0, got {base}")
+        goal = f"{'<=' if below else '>='} {bound:g} {words}"
+        holds = measured <= bound if below else measured >= bound
     return Row(
         case=case,
         value=value,
@@ -77,7 +117,7 @@ def main(
     bench: str, run: Callable[[bool], list[Row]], arguments: Sequence[str] | None = None
 ) -> None:
     """Runs a bench from the command line: `--json FILE` for the raw figures, `--quick` for a look."""
-    parser = argparse.ArgumentParser(prog=f"python -m benches.{bench}")
+    parser = argparse.ArgumentParser(prog=f"python -m benches.{bench}", allow_abbrev=False)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures here")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     options = parser.parse_args(arguments)
@@ -92,33 +132,90 @@ def result(bench: str, rows: Sequence[Row]) -> dict[str, Any]:
     """The one JSON shape of all benches."""
     return {
         "bench": bench,
-        "machine": f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}",
-        "commit": _commit(),
+        "machine": machine(),
+        "commit": commit(),
         "rows": [asdict(each) for each in rows],
     }
 
 
 def report(bench: str, rows: Sequence[Row]) -> None:
-    """Writes a table to read."""
+    """Writes a table to read: median, quartiles and number of samples, baseline, verdict."""
     write = sys.stdout.write
-    write(f"{bench}\n")
+    write(f"{bench}: {machine()}, commit {commit()}\n")
     for each in rows:
-        spread = f"{min(each.samples):.4g} - {max(each.samples):.4g}"
+        low, high = quartiles(each.samples)
+        spread = f"{low:.4g} - {high:.4g}, n={len(each.samples)}"
         ratio = "" if each.ratio is None else f"{each.ratio:6.2f} x {each.baseline:.4g}"
-        verdict = (
-            "" if each.holds is None else f"{each.goal}: {'holds' if each.holds else 'MISSED'}"
-        )
         write(
-            f"  {each.case:58} {each.value:10.4g} {each.unit:12} ({spread}) {ratio:20} {verdict}\n"
+            f"  {each.case:62} {each.value:10.4g} {each.unit:12} ({spread}){'':2}{ratio:20} {verdict(each)}\n"
         )
+    write(f"  {summary(rows)}\n")
 
 
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parent,
+def verdict(each: Row) -> str:
+    """The goal and whether it holds; empty without one."""
+    return "" if each.holds is None else f"{each.goal}: {'holds' if each.holds else 'MISSED'}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many goals hold, and which do not."""
+    judged = [each for each in rows if each.holds is not None]
+    missed = [each.case for each in judged if not each.holds]
+    names = f": {'; '.join(missed)}" if missed else ""
+    return f"{len(judged) - len(missed)} of {len(judged)} goals hold{names and ', missed' + names}"
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float]:
+    """The middle half of the samples."""
+    if len(samples) < 2:
+        return samples[0], samples[0]
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, high
+
+
+def machine() -> str:
+    """What it ran on, in words."""
+    loops = ", ".join(f"{name} {_version(name)}" for name in ("anyio", "trio"))
+    return (
+        f"{os.cpu_count()} x {_processor()}, {platform.system()}, "
+        f"{platform.python_implementation()} {platform.python_version()}, {loops}"
     )
-    return done.stdout.strip() or "unknown"
+
+
+def commit() -> str:
+    """The commit, with `+changes` if the working tree differs from it."""
+    short = _git("rev-parse", "--short", "HEAD")
+    if not short:
+        return "unknown"
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "../engine", "../benches")
+    return short + ("+changes" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parent,
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()

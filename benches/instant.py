@@ -10,10 +10,10 @@ from anyio.lowlevel import checkpoint
 from rollnest import Attempt, Capabilities, PauseMode
 from rollnest.abc import WeightSource
 
-__all__ = ["InstantController", "ParkingController"]
+__all__ = ["IDS", "LOGPROBS", "InstantController", "ParkingController"]
 
-_IDS = [5] * 16
-_LOGPROBS = [-1.0] * 16
+IDS = [5] * 16
+LOGPROBS = [-1.0] * 16
 
 
 class InstantController:
@@ -30,7 +30,7 @@ class InstantController:
     async def generate(self, attempt: Attempt) -> None:
         """Answers at once."""
         await checkpoint()
-        attempt.commit(_IDS, _LOGPROBS)
+        attempt.commit(IDS, LOGPROBS)
         attempt.finish("stop")
 
     async def abort(self, ids: Collection[str] | None) -> None:
@@ -67,7 +67,7 @@ class ParkingController(InstantController):
             await aborted.wait()
         finally:
             del self.open[attempt.id]
-        attempt.commit(_IDS, _LOGPROBS)
+        attempt.commit(IDS, LOGPROBS)
         attempt.finish("abort")
 
     async def abort(self, ids: Collection[str] | None) -> None:

@@ -1,47 +1,159 @@
-"""What the engine costs per sample, against a bare anyio nest of the same shape, and how long the import takes."""
+"""What the engine costs per sample, against the same nest written by hand, and how long the import takes.
+
+Engine, nest and gather take turns batch by batch in one event loop, so all three see the same machine at the same time.
+A figure is the time of one batch of 1,000 samples over its samples: `1,000 samples` is the first batch of a fresh
+engine, `10,000` its first ten, `100,000` the second half of one long run. `InstantController` answers at once, so what
+is measured is the engine: draw, group, gate, turn, record, table, batch.
+
+Staggered: so many groups are in flight at once, and they end one by one, each after the consumer has looked at the one
+before. Whatever the engine scans at each wake-up would make 2,000 groups dearer than 500, per group.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import time
+from collections import deque
 
 import anyio
-from anyio.lowlevel import checkpoint
+from anyio import Event
 
-from benches.harness import Row, main, row
-from benches.instant import InstantController
-from rollnest import Engine, Prompt, Sampling, TaskSpec
+from benches.harness import BACKENDS, Row, calm, main, now, row
+from benches.instant import IDS, LOGPROBS, InstantController
+from benches.nest import Nest, Reply, gather
+from rollnest import Attempt, Capacity, Engine, Group, Prompt, Sampling, TaskSpec
+from rollnest.abc import Instrument
 
-PROMPTS = [Prompt(str(number), token_ids=[1 + number % 90, 2]) for number in range(1000)]
-
-
-async def bare(samples: int, group_size: int) -> float:
-    """Microseconds per sample of task groups in a task group, each task with one checkpoint."""
-
-    async def group() -> None:
-        async with anyio.create_task_group() as members:
-            for _ in range(group_size):
-                members.start_soon(checkpoint)
-
-    started = time.perf_counter()
-    for _ in range(10):
-        async with anyio.create_task_group() as groups:
-            for _ in range(samples // group_size // 10):
-                groups.start_soon(group)
-    return (time.perf_counter() - started) / samples * 1e6
+BATCH = 1_000  # samples
+PROMPTS = [Prompt(str(number), token_ids=[1 + number % 90, 2]) for number in range(2_000)]
 
 
-async def engine(samples: int, group_size: int) -> float:
-    """Microseconds per sample of the whole engine: draw, group, gate, turn, record, table, batch."""
+class Costs:
+    """Microseconds per sample, batch by batch."""
+
+    def __init__(self) -> None:
+        self.engine: list[float] = []
+        self.nest: list[float] = []
+        self.gather: list[float] = []
+
+
+async def batches(backend: str, group_size: int, count: int) -> Costs:
+    """Runs that many batches on a fresh engine, and as many on a fresh nest, in turns."""
+    costs = Costs()
+    groups = BATCH // group_size
     task = TaskSpec("t", PROMPTS, judger=None, group_size=group_size, sampling=Sampling(32))
-    async with Engine(InstantController(), task) as running:
-        await running.next_batch(20)
-        started = time.perf_counter()
-        for _ in range(10):
-            await running.next_batch(samples // group_size // 10)
-        seconds = time.perf_counter() - started
-    return seconds / samples * 1e6
+    calm()
+    async with Engine(InstantController(), task) as engine, Nest(group_size) as nest:
+        await engine.next_batch(20)
+        await nest.batch(20)
+        for _ in range(count):
+            before = now()
+            await gather(BATCH, backend)
+            gathered = now()
+            await nest.batch(groups)
+            nested = now()
+            await engine.next_batch(groups)
+            ended = now()
+            costs.gather.append((gathered - before) / BATCH * 1e6)
+            costs.nest.append((nested - gathered) / BATCH * 1e6)
+            costs.engine.append((ended - nested) / BATCH * 1e6)
+    return costs
+
+
+class Line:
+    """Calls that wait in line; `step` lets as many go as a group has."""
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+        self._waiting: deque[Event] = deque()
+
+    async def wait(self) -> None:
+        """Waits for its turn."""
+        mine = Event()
+        self._waiting.append(mine)
+        await mine.wait()
+
+    def step(self) -> None:
+        """Lets the next group go."""
+        for _ in range(min(self._group_size, len(self._waiting))):
+            self._waiting.popleft().set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+class LineController(InstantController):
+    """Answers group after group."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    async def generate(self, attempt: Attempt) -> None:
+        """Waits for its turn in the line, and answers."""
+        await self._line.wait()
+        attempt.commit(IDS, LOGPROBS)
+        attempt.finish("stop")
+
+
+class NextInLine(Instrument):
+    """Lets the next group go when one has ended."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def group_ended(self, group: Group, outcome: str) -> None:
+        """A group ended."""
+        self._line.step()
+
+
+async def staggered_engine(groups: int, group_size: int) -> float:
+    """Microseconds per group of a batch whose groups end one by one."""
+    line = Line(group_size)
+    task = TaskSpec("t", PROMPTS, judger=None, group_size=group_size, sampling=Sampling(32))
+    async with (
+        Engine(
+            LineController(line),
+            task,
+            capacity=Capacity(turns=None),
+            instruments=[NextInLine(line)],
+        ) as engine,
+        anyio.create_task_group() as consumer,
+    ):
+        consumer.start_soon(engine.next_batch, groups)
+        started = await _all_wait(line, groups * group_size)
+    return (now() - started) / groups * 1e6
+
+
+async def staggered_nest(groups: int, group_size: int) -> float:
+    """The same by hand."""
+    line = Line(group_size)
+    left = [group_size]
+
+    async def generate() -> Reply:
+        await line.wait()
+        left[0] -= 1
+        if not left[0]:
+            left[0] = group_size
+            line.step()
+        return IDS, LOGPROBS
+
+    async with (
+        Nest(group_size, turns=groups * group_size, generate=generate) as nest,
+        anyio.create_task_group() as consumer,
+    ):
+        consumer.start_soon(nest.batch, groups)
+        started = await _all_wait(line, groups * group_size)
+    return (now() - started) / groups * 1e6
+
+
+async def _all_wait(line: Line, calls: int) -> float:
+    """Waits until all calls are in line, and lets the first group go."""
+    while len(line) < calls:
+        await anyio.wait_all_tasks_blocked()
+    calm()
+    started = now()
+    line.step()
+    return started
 
 
 def import_seconds() -> float:
@@ -53,28 +165,87 @@ def import_seconds() -> float:
 
 
 def run(quick: bool) -> list[Row]:
-    """Runs every case; engine and baseline take turns, so that both see the same machine."""
+    """Runs every case."""
     rows: list[Row] = []
-    rounds = 3 if quick else 9
-    for backend in ("asyncio", "trio"):
+    for backend in BACKENDS:
         for group_size in (8, 1):
-            for samples in (1_000,) if quick else (1_000, 10_000, 100_000):
-                baseline: list[float] = []
-                measured: list[float] = []
-                for _ in range(rounds if samples < 100_000 else 3):
-                    baseline.append(anyio.run(bare, samples, group_size, backend=backend))
-                    measured.append(anyio.run(engine, samples, group_size, backend=backend))
-                rows.append(
-                    row(
-                        f"{backend}, groups of {group_size}, {samples:,} samples",
-                        "us/sample",
-                        measured,
-                        baseline=baseline,
-                        at_most_ratio=1.5 if samples == 10_000 else None,
-                    )
-                )
-    rows.append(row("import rollnest", "s", [import_seconds() for _ in range(rounds)], at_most=0.3))
+            rows += per_sample(backend, group_size, quick)
+    for backend in BACKENDS:
+        rows += staggered(backend, quick)
+    seconds = [import_seconds() for _ in range(5 if quick else 50)]
+    return [*rows, row("import rollnest", "s", seconds, at_most=0.3)]
+
+
+def per_sample(backend: str, group_size: int, quick: bool) -> list[Row]:
+    """Cost per sample at 1,000, 10,000 and 100,000."""
+
+    def of(count: int) -> Costs:
+        return anyio.run(batches, backend, group_size, count, backend=backend)
+
+    where = f"{backend}, groups of {group_size}"
+    fresh, first, late = Costs(), Costs(), Costs()
+    for _ in range(5 if quick else 45):
+        _extend(fresh, of(1), slice(1))
+    for _ in range(1 if quick else 5):
+        costs = of(10)
+        _extend(fresh, costs, slice(1))
+        _extend(first, costs, slice(10))
+    rows = [
+        _cost(f"{where}, 1,000 samples", fresh),
+        _cost(f"{where}, 10,000 samples", first, at_most_ratio=1.5),
+        row(
+            f"{where}, 10,000 samples, against gather",
+            "us/sample",
+            first.engine,
+            baseline=first.gather,
+        ),
+    ]
+    if not quick:
+        _extend(late, of(100), slice(50, None))
+        rows += [
+            _cost(f"{where}, 100,000 samples", late),
+            row(
+                f"{where}, 100,000 samples, against 1,000",
+                "us/sample",
+                late.engine,
+                baseline=fresh.engine,
+                at_most_ratio=1.2,
+            ),
+        ]
+    if group_size == 8:
+        rate = [1e6 / cost for cost in first.engine]
+        goal = 10_000 if backend == "asyncio" else None
+        rows.append(row(f"{where}, samples per second", "samples/s", rate, at_least=goal))
     return rows
+
+
+def staggered(backend: str, quick: bool) -> list[Row]:
+    """Cost per group where one group ends at each wake-up of the consumer."""
+    rows: list[Row] = []
+    sizes = (125, 500) if quick else (500, 1_000, 2_000)
+    engine: dict[int, list[float]] = {groups: [] for groups in sizes}
+    nest: dict[int, list[float]] = {groups: [] for groups in sizes}
+    for _ in range(3 if quick else 10):
+        for groups in sizes:
+            nest[groups].append(anyio.run(staggered_nest, groups, 8, backend=backend))
+            engine[groups].append(anyio.run(staggered_engine, groups, 8, backend=backend))
+    for groups in sizes:
+        case = f"{backend}, {groups:,} staggered groups of 8"
+        rows.append(row(case, "us/group", engine[groups], baseline=nest[groups]))
+    case = f"{backend}, {sizes[-1]:,} staggered groups, against {sizes[0]:,}"
+    most, least = engine[sizes[-1]], engine[sizes[0]]
+    rows.append(row(case, "us/group", most, baseline=least, at_most_ratio=1.2))
+    return rows
+
+
+def _cost(case: str, costs: Costs, at_most_ratio: float | None = None) -> Row:
+    return row(case, "us/sample", costs.engine, baseline=costs.nest, at_most_ratio=at_most_ratio)
+
+
+def _extend(into: Costs, costs: Costs, part: slice) -> None:
+    into.engine += costs.engine[part]
+    into.nest += costs.nest[part]
+    into.gather += costs.gather[part]
 
 
 if __name__ == "__main__":
