@@ -34,7 +34,7 @@ LAYERS: list[list[str]] = [
         "advantages",
     ],
     # 2: primitives
-    ["_bell", "_gate", "_instruments", "_slots", "_workers"],
+    ["_bell", "_clock", "_gate", "_instruments", "_slots", "_workers"],
     # 3: composition
     [
         "_blocking",

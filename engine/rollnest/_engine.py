@@ -37,6 +37,7 @@ from ._attempt import TokenCounters
 from ._bell import Bell
 from ._blocking import BlockingEngine
 from ._checks import check_real, check_whole
+from ._clock import loop_clock
 from ._context import RolloutServices
 from ._continuation import check_training
 from ._delivery import Delivery
@@ -421,9 +422,11 @@ class Engine:
         stop_token_ids = capabilities.stop_token_ids
         if self._tokenizer is not None:
             stop_token_ids |= self._tokenizer.stop_token_ids
-        gate = Gate(version=self._first_version, slots=Slots(self._capacity.turns))
+        clock = loop_clock()
+        gate = Gate(version=self._first_version, slots=Slots(self._capacity.turns), clock=clock)
         workers = Workers()
-        judge_slots, tool_slots = Slots(self._capacity.judges), Slots(self._capacity.tools)
+        judge_slots = Slots(self._capacity.judges, clock)
+        tool_slots = Slots(self._capacity.tools, clock)
         allocation = Allocation({spec.name: spec.weight for spec in self._specs}, self._allocate)
         counters = {spec.name: TokenCounters() for spec in self._specs}
         producers: dict[str, Producer] = {}

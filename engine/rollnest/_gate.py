@@ -34,16 +34,22 @@ class Gate:
         version: The policy's weight version.
         epoch: How often the gate was closed so far.
         closed: Whether turns have to wait.
+        closed_since: When it was closed last.
         closed_seconds: Time it was closed, pauses that are over.
+        clock: The event loop's time.
+        slots: What bounds the turns in flight.
     """
 
-    def __init__(self, *, version: int, slots: Slots) -> None:
+    def __init__(
+        self, *, version: int, slots: Slots, clock: Callable[[], float] = current_time
+    ) -> None:
         self.version = version
+        self.clock = clock
         self.epoch: int = 0
         self.closed: bool = False
         self.closed_seconds: float = 0.0
-        self._closed_since = 0.0
-        self._slots = slots
+        self.closed_since = 0.0
+        self.slots = slots
         self._opened = Event()
         self._in_flight: dict[str, tuple[Attempt, CancelScope]] = {}
         self._until_quiet: CancelScope | None = None
@@ -58,14 +64,14 @@ class Gate:
         """From now on no turn starts, and limits stand still."""
         self.closed = True
         self.epoch += 1
-        self._closed_since = current_time()
+        self.closed_since = self.clock()
         for limit in self._limits:
             limit.stop()
 
     def open(self) -> None:
         """Lets every waiting turn through."""
         self.closed = False
-        self.closed_seconds += current_time() - self._closed_since
+        self.closed_seconds += self.clock() - self.closed_since
         for limit in self._limits:
             limit.go()
         opened, self._opened = self._opened, Event()
@@ -100,7 +106,7 @@ class Gate:
         """
         while True:
             await self.wait_open()
-            async with self._slots:
+            async with self.slots:
                 if self.closed:  # a pause began while this turn waited for its slot
                     continue
                 attempt = build()
@@ -166,11 +172,11 @@ class Limit:
 
     def go(self) -> None:
         """Lets the time run."""
-        self._scope.deadline = current_time() + self._left
+        self._scope.deadline = self._gate.clock() + self._left
 
     def stop(self) -> None:
         """Lets the time stand still."""
-        self._left = self._scope.deadline - current_time()
+        self._left = self._scope.deadline - self._gate.clock()
         self._scope.deadline = math.inf
 
     def __enter__(self) -> None:

@@ -19,7 +19,7 @@ from ._judging import Judging
 from ._records import Failure, FailureKind, Group, Prompt, Sample, Status
 from ._response import token_column
 from ._rollout import Rollout
-from ._slots import Slots
+from ._slots import Call, Slots
 from ._table import GroupTable, Row
 from ._task import TaskSpec
 from .errors import DataError, InferenceError, JudgeError, LoopError, ToolError, describe, leaves
@@ -226,9 +226,9 @@ class LiveGroup:
                 () if tokenizer is None else tokenizer.render(messages, tools=tools)
             )
 
-        name = f"tokenizer of {prompt.uid}"
+        call = Call(Slots(None, self._services.gate.clock), "tokenizer", prompt, self)
         try:
-            return await self._services.workers.run(name, Slots(None), nullcontext(), render)
+            return await self._services.workers.run(call, nullcontext(), render)
         except Exception as error:
             raise DataError(
                 f"prompt {prompt.uid!r} can't be rendered: {describe(error)}"

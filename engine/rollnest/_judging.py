@@ -22,7 +22,7 @@ from attrs import evolve, field, frozen
 from ._gate import Gate, OverLimit
 from ._judgers import is_composite, judges_groups
 from ._records import Failure, Prompt, Sample, Status, Verdict
-from ._slots import Slots
+from ._slots import Call, Named, Slots
 from ._workers import Workers
 from .abc import BatchJudger, CompositeJudger, Judger, JudgerLike
 from .errors import JudgeError, describe
@@ -35,6 +35,7 @@ class _Leaf:
     """One judger that is asked; `path` names it within its composites."""
 
     path: str
+    what: str
     function: Callable[[Any], Any]
     is_async: bool
     by_group: bool
@@ -79,7 +80,9 @@ class Judging:
         except Exception as error:
             return GroupJudging(self, error)
 
-    async def ask(self, leaf: _Leaf, given: Sample | Sequence[Sample], uid: str) -> Any:
+    async def ask(
+        self, leaf: _Leaf, given: Sample | Sequence[Sample], of: Named, by: GroupJudging
+    ) -> Any:
         """Asks one judger, within a slot and the limit; returns its answer as it is.
 
         Raises:
@@ -89,21 +92,32 @@ class Judging:
         """
         with _named(leaf.path):
             try:
-                return await self._ask(leaf, given, uid)
+                return await self._ask(leaf, given, of, by)
             except OverLimit as error:
                 raise JudgeError(f"the judger took over {self._limit} s") from error
 
-    async def _ask(self, leaf: _Leaf, given: Sample | Sequence[Sample], uid: str) -> Any:
+    async def _ask(
+        self, leaf: _Leaf, given: Sample | Sequence[Sample], of: Named, by: GroupJudging
+    ) -> Any:
         limit = self._gate.limit(self._limit)
         slots = self._policy_slots if leaf.uses_policy else self._slots
+        call = Call(slots, leaf.what, of, by)
         if leaf.is_async:
-            async with slots:
+            async with call:
                 with limit:  # waiting for the slot is not judging
                     return await leaf.function(given)
-        name = f"judger of {uid}" + (f", part {leaf.path}" if leaf.path else "")
-        return await self._workers.run(
-            name, slots, limit, leaf.function, given, patience=self._limit
-        )
+        return await self._workers.run(call, limit, leaf.function, given, patience=self._limit)
+
+
+@frozen(eq=False)
+class _Members:
+    """All members of a group, as whom a judger of groups is asked for."""
+
+    first: Sample
+
+    @property
+    def uid(self) -> str:
+        return self.first.uid.rpartition("/")[0]
 
 
 class GroupJudging:
@@ -183,15 +197,14 @@ class GroupJudging:
             raise self._root.with_traceback(self._traceback)
         answers: dict[_Leaf, Verdict] = {}
         for leaf in self._own:
-            answer = await self._judging.ask(leaf, sample, f"{sample.task}/{sample.prompt.uid}")
+            answer = await self._judging.ask(leaf, sample, sample, self)
             with _named(leaf.path):
                 answers[leaf] = as_verdict(answer)
         return answers
 
     async def _ask_shared(self, leaf: _Leaf, samples: Sequence[Sample]) -> list[Verdict]:
-        first = samples[0]
         # The judger gets a list of its own: what it does to it changes nothing here.
-        answer = await self._judging.ask(leaf, list(samples), f"{first.task}/{first.prompt.uid}")
+        answer = await self._judging.ask(leaf, list(samples), _Members(samples[0]), self)
         with _named(leaf.path):
             return _as_verdicts(answer, len(samples))
 
@@ -296,7 +309,8 @@ def _leaf(judger: JudgerLike, path: str) -> _Leaf:
         getattr(function, "__call__", None)  # noqa: B004
     )
     uses_policy: bool = getattr(judger, "uses_policy", False)
-    return _Leaf(path, function, is_async, by_group, uses_policy)
+    what = f"judger part {path}" if path else "judger"
+    return _Leaf(path, what, function, is_async, by_group, uses_policy)
 
 
 def _leaves(node: _Node) -> Iterator[_Leaf]:
@@ -327,8 +341,11 @@ def _failed(sample: Sample, error: BaseException) -> Sample:
 class _PolicySlots(Slots):
     """The judge slots for judgers that use the policy: taken only while the gate is open."""
 
+    policy = True
+
     def __init__(self, slots: Slots, gate: Gate) -> None:
-        super().__init__(slots.size)
+        super().__init__(slots.size, slots.clock)
+        self.calls = slots.calls
         self._slots = slots
         self._gate = gate
 

@@ -311,6 +311,11 @@ class Sample:
             )
 
     @property
+    def uid(self) -> str:
+        """Its name: task, prompt, visit and index."""
+        return f"{self.task}/{self.prompt.uid}/{self.visit}/{self.index}"
+
+    @property
     def reward(self) -> float | None:
         """The verdict's score; `None` without a verdict."""
         return None if self.verdict is None else self.verdict.score

@@ -21,6 +21,7 @@ from ._judging import GroupJudging, as_score
 from ._options import Sampling
 from ._records import Failure, Message, Prompt, Sample, Segment, Status, Turn, Verdict
 from ._response import Response
+from ._slots import Call
 from .errors import LoopError, ToolError, describe
 
 __all__ = ["Rollout"]
@@ -166,18 +167,14 @@ class Rollout:
         services = self._core.services
         name = getattr(function, "__name__", repr(function))
         limit = services.gate.limit(services.limits.tool)
+        call = Call(services.tool_slots, f"tool {name}", self, self._core)
         try:
             if iscoroutinefunction(function):
-                async with services.tool_slots:
+                async with call:
                     with limit:
                         return await function(*args)
             return await services.workers.run(
-                f"tool {name} of {self.uid}",
-                services.tool_slots,
-                limit,
-                function,
-                *args,
-                patience=services.limits.tool,
+                call, limit, function, *args, patience=services.limits.tool
             )
         except OverLimit as error:
             raise ToolError(f"tool {name} took over {services.limits.tool} s") from error

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
 from anyio import CancelScope, Semaphore, current_time
 
-__all__ = ["Slots", "SlotsLost"]
+__all__ = ["Call", "Named", "Slots", "SlotsLost"]
 
 
 class SlotsLost(Exception):
@@ -28,10 +30,16 @@ class Slots:
         size: The bound.
         used: Slots that are taken.
         lost: Of those, held by threads whose caller has gone.
+        calls: Calls that wait for a slot, or hold one, in the order in which they came.
+        policy: Whether they are taken only while the gate is open.
     """
 
-    def __init__(self, size: int | None) -> None:
+    policy: bool = False
+
+    def __init__(self, size: int | None, clock: Callable[[], float] = current_time) -> None:
         self.size = size
+        self.clock = clock
+        self.calls: dict[Call, None] = {}
         self.used: int = 0
         self.lost: int = 0
         self._semaphore = None if size is None else Semaphore(size, fast_acquire=True)
@@ -98,3 +106,88 @@ class Slots:
 
     def __repr__(self) -> str:
         return f"<Slots {self.used} of {'unbounded' if self.size is None else self.size} used>"
+
+
+class Named(Protocol):
+    """Whatever has a name of its own: a rollout, a sample."""
+
+    @property
+    def uid(self) -> str:
+        """The name."""
+        ...
+
+
+class Call:
+    """One call of a judger or a tool, from waiting for its slot to giving it back.
+
+        async with Call(slots, "tool add", rollout, rollout):
+            ...
+
+    Attributes:
+        slots: Where it takes its slot.
+        what: What is called.
+        of: Whom it is for.
+        by: Who waits for it.
+        running: Whether it has its slot.
+        abandoned: Whether nobody waits for it any more, and a thread keeps its slot.
+        since: When it began to wait, to run or to be abandoned.
+    """
+
+    __slots__ = ("abandoned", "by", "of", "running", "since", "slots", "what")
+
+    def __init__(self, slots: Slots, what: str, of: Named, by: object) -> None:
+        self.slots = slots
+        self.what = what
+        self.of = of
+        self.by = by
+        self.running = False
+        self.abandoned = False
+        self.since = slots.clock()
+
+    @property
+    def name(self) -> str:
+        """What is called, and for whom."""
+        return f"{self.what} of {self.of.uid}"
+
+    async def begin(self, patience: float | None = None) -> None:
+        """Takes the slot; see `Slots.acquire`."""
+        calls = self.slots.calls
+        calls[self] = None
+        try:
+            await self.slots.acquire(patience)
+        except BaseException:
+            del calls[self]
+            raise
+        self.running = True
+        self.since = self.slots.clock()
+
+    def end(self) -> None:
+        """Gives the slot back."""
+        del self.slots.calls[self]
+        self.slots.release()
+
+    def abandon(self) -> None:
+        """Nobody waits any more, but a thread runs on: the slot stays with it."""
+        self.abandoned = True
+        self.since = self.slots.clock()
+        self.slots.lose()
+
+    def over(self) -> None:
+        """The thread of an abandoned call has ended."""
+        del self.slots.calls[self]
+        self.slots.regain()
+
+    async def __aenter__(self) -> None:
+        await self.begin()
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def __repr__(self) -> str:
+        state = "abandoned" if self.abandoned else "running" if self.running else "waiting"
+        return f"<Call {self.name}: {state}>"

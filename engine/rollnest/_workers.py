@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from inspect import isawaitable
 from threading import Lock
@@ -18,22 +18,14 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 from anyio import CapacityLimiter, Event, move_on_after, to_thread
 from anyio.lowlevel import current_token
 
-from ._slots import Slots, SlotsLost
+from ._clock import clock_hold
+from ._slots import Call, SlotsLost
 from .errors import describe
 
-__all__ = ["Workers", "set_clock_hold"]
+__all__ = ["Workers"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-_ClockHold = Callable[[], AbstractContextManager[None]]
-_clock_hold: _ClockHold = nullcontext
-
-
-def set_clock_hold(hold: _ClockHold) -> None:
-    """The test kit's seam: a virtual clock must not jump while a thread works."""
-    global _clock_hold
-    _clock_hold = hold
 
 
 class Workers:
@@ -44,15 +36,14 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self.abandoned: set[_Call] = set()
+        self.abandoned: set[Call] = set()
         self._all_ended = Event()
         # Our slots bound the threads; anyio's own default of 40 would be a second, hidden bound.
         self._threads = CapacityLimiter(math.inf)
 
     async def run(
         self,
-        name: str,
-        slots: Slots,
+        call: Call,
         limit: AbstractContextManager[None],
         function: Callable[[*Ts], T | Awaitable[T]],
         *args: *Ts,
@@ -61,8 +52,7 @@ class Workers:
         """Calls a function in a worker thread, within a slot; an awaitable that it returns is awaited here.
 
         Args:
-            name: Names the call while it runs.
-            slots: Where it takes its slot; waiting for one is not counted.
+            call: Names it, and takes its slot; waiting for one is not counted.
             limit: Entered around the call.
             function: What is called.
             args: Its arguments.
@@ -71,23 +61,24 @@ class Workers:
         Cancellation: returns at once; the thread runs on, keeps its slot and is counted in `abandoned`.
         """
         try:
-            await slots.acquire(patience)
+            await call.begin(patience)
         except SlotsLost:
             raise RuntimeError(
-                f"no slot within {patience} s: all {slots.size} are held by threads that do not end: {self.names}"
+                f"no slot within {patience} s: all {call.slots.size} are held by threads that do not end: "
+                f"{self.names}"
             ) from None
-        call = _Call(name, slots, self)
+        thread = _Thread(call, self)
         try:
             with limit:
-                with _clock_hold():
+                with clock_hold():
                     (answer,) = await to_thread.run_sync(
-                        partial(call.work, function, args),
+                        partial(thread.work, function, args),
                         abandon_on_cancel=True,
                         limiter=self._threads,
                     )
                 return cast("T", await answer if isawaitable(answer) else answer)
         finally:
-            call.leave()
+            thread.leave()
 
     async def drain(self, grace: float) -> None:
         """Waits for abandoned threads, at most `grace` seconds; warns of those that still run.
@@ -95,7 +86,7 @@ class Workers:
         Warns:
             RuntimeWarning: Names each call whose thread still runs.
         """
-        with _clock_hold(), move_on_after(grace):
+        with clock_hold(), move_on_after(grace):
             while self.abandoned:
                 self._all_ended = Event()
                 await self._all_ended.wait()
@@ -111,20 +102,19 @@ class Workers:
         """The names of the abandoned calls."""
         return ", ".join(sorted(call.name for call in self.abandoned))
 
-    def reap(self, call: _Call) -> None:
+    def reap(self, call: Call) -> None:
         """Takes an abandoned call out whose thread has ended."""
         self.abandoned.discard(call)
-        call.slots.regain()
+        call.over()
         if not self.abandoned:
             self._all_ended.set()
 
 
-class _Call:
-    """One call: its slot is given back once, by whichever of waiter and thread leaves last."""
+class _Thread:
+    """The thread of one call: its slot is given back once, by whichever of waiter and thread leaves last."""
 
-    def __init__(self, name: str, slots: Slots, workers: Workers) -> None:
-        self.name = name
-        self.slots = slots
+    def __init__(self, call: Call, workers: Workers) -> None:
+        self._call = call
         self._workers = workers
         self._lock = Lock()
         self._running = False
@@ -149,7 +139,7 @@ class _Call:
                 self._running = False
                 abandoned = self._left
             if abandoned:
-                self._post(self._workers.reap, self)
+                self._post(self._workers.reap, self._call)
 
     def leave(self) -> None:
         """Called by the waiter when it goes, with a result or without."""
@@ -157,10 +147,10 @@ class _Call:
             self._left = True
             running = self._running
         if running:
-            self._workers.abandoned.add(self)
-            self.slots.lose()
+            self._workers.abandoned.add(self._call)
+            self._call.abandon()
         else:
-            self.slots.release()
+            self._call.end()
 
 
 def _poster() -> Callable[..., None]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollnest._workers import set_clock_hold
+from rollnest._clock import set_clock_hold
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
