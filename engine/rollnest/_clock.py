@@ -33,7 +33,8 @@ def clock_hold() -> AbstractContextManager[None]:
 def loop_clock() -> Callable[[], float]:
     """Returns the clock of the running event loop, in seconds; it can be read after the loop has ended, too."""
     loop: Any = current_token().native_token
-    if hasattr(loop, "time"):  # asyncio
-        return loop.time
-    trio: Any = sys.modules["trio"]
-    return trio.lowlevel.current_clock().current_time
+    is_asyncio = hasattr(loop, "time")
+    clock: Callable[[], float] = (
+        loop.time if is_asyncio else sys.modules["trio"].lowlevel.current_clock().current_time
+    )
+    return clock
