@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benches import overhead, pause_latency
+from benches import memory, overhead, pause_latency, wakeup
 from benches.harness import main
 
 RESULTS = Path(__file__).parent / "results"
@@ -14,5 +14,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benches")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases")
     quick = ["--quick"] if parser.parse_args().quick else []
-    for name, bench in (("overhead", overhead), ("pause_latency", pause_latency)):
+    for bench in (pause_latency, wakeup, overhead, memory):
+        name = bench.__name__.rpartition(".")[2]
         main(name, bench.run, ["--json", str(RESULTS / f"{name}.json"), *quick])

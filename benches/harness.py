@@ -16,9 +16,22 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from anyio.lowlevel import checkpoint
 from attrs import asdict, field, frozen
 
-__all__ = ["BACKENDS", "Row", "calm", "main", "now", "report", "result", "row", "summary"]
+__all__ = [
+    "BACKENDS",
+    "Row",
+    "calm",
+    "main",
+    "now",
+    "report",
+    "result",
+    "row",
+    "settle",
+    "summary",
+    "until",
+]
 
 BACKENDS = ("asyncio", "trio")
 
@@ -34,6 +47,18 @@ def now() -> float:
 def calm() -> None:
     """Collects garbage, so that a measurement does not pay for what came before it."""
     gc.collect()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets everything else run until a condition holds. Before a measurement, never in one."""
+    while not condition():
+        await checkpoint()
+
+
+async def settle() -> None:
+    """Lets everything that can run now run to its next wait."""
+    for _ in range(20):
+        await checkpoint()
 
 
 @frozen(kw_only=True)

@@ -1,25 +1,37 @@
-"""A controller that costs nothing, so that what is measured is the engine."""
+"""Controllers that cost next to nothing, so that what is measured is the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from array import array
+from collections import deque
+from collections.abc import Collection, Sequence
 
 from anyio import Event
 from anyio.lowlevel import checkpoint
 
-from rollnest import Attempt, Capabilities, PauseMode
-from rollnest.abc import WeightSource
+from rollnest import Attempt, Capabilities, Group, PauseMode
+from rollnest.abc import Instrument, WeightSource
 
-__all__ = ["IDS", "LOGPROBS", "InstantController", "ParkingController"]
+__all__ = [
+    "IDS",
+    "LOGPROBS",
+    "InstantController",
+    "Line",
+    "LineController",
+    "NextInLine",
+    "ParkingController",
+]
 
 IDS = [5] * 16
 LOGPROBS = [-1.0] * 16
+
+Columns = tuple[Sequence[int], Sequence[float]]
 
 
 class InstantController:
     """Answers every attempt at once with 16 tokens."""
 
-    capabilities = Capabilities(vocab_size=100, max_context=100_000)
+    capabilities = Capabilities(vocab_size=100, max_context=1_000_000)
 
     async def __aenter__(self) -> InstantController:
         return self
@@ -51,26 +63,94 @@ class InstantController:
 
 
 class ParkingController(InstantController):
-    """Never answers, until it is asked to abort: then every attempt returns at once with 16 tokens.
+    """Holds every attempt until it is told to let them go, by an abort or by `answer`; then all return at once.
+
+    Args:
+        tokens: Of each reply; its columns are made when the attempt arrives, like bytes that have come and are decoded.
+        packed: Whether the columns are arrays, or lists of Python numbers.
 
     Attributes:
         open: Attempts that wait, by id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: int = 16, *, packed: bool = False) -> None:
         self.open: dict[str, Event] = {}
+        self._tokens = tokens
+        self._packed = packed
+        self._finish = "abort"
 
     async def generate(self, attempt: Attempt) -> None:
-        """Waits for the abort."""
-        self.open[attempt.id] = aborted = Event()
+        """Waits until it is let go."""
+        columns = self._columns()
+        self.open[attempt.id] = let_go = Event()
         try:
-            await aborted.wait()
+            await let_go.wait()
         finally:
             del self.open[attempt.id]
-        attempt.commit(IDS, LOGPROBS)
-        attempt.finish("abort")
+        if self._tokens:
+            attempt.commit(*columns)
+        attempt.finish(self._finish)
 
     async def abort(self, ids: Collection[str] | None) -> None:
-        """Lets them return."""
-        for aborted in list(self.open.values()):
-            aborted.set()
+        """Lets them return with a partial."""
+        self._let_go("abort")
+
+    def answer(self) -> None:
+        """Lets them return with an answer."""
+        self._let_go("stop")
+
+    def _let_go(self, finish: str) -> None:
+        self._finish = finish
+        for let_go in self.open.values():
+            let_go.set()
+
+    def _columns(self) -> Columns:
+        if self._packed:
+            return array("i", (5,)) * self._tokens, array("f", (-1.0,)) * self._tokens
+        return [5] * self._tokens, [-1.0] * self._tokens
+
+
+class Line:
+    """Calls that wait in line; `step` lets as many go as a group has."""
+
+    def __init__(self, group_size: int) -> None:
+        self._group_size = group_size
+        self._waiting: deque[Event] = deque()
+
+    async def wait(self) -> None:
+        """Waits for its turn."""
+        mine = Event()
+        self._waiting.append(mine)
+        await mine.wait()
+
+    def step(self) -> None:
+        """Lets the next group go."""
+        for _ in range(min(self._group_size, len(self._waiting))):
+            self._waiting.popleft().set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+class LineController(InstantController):
+    """Answers group after group, as its line says."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    async def generate(self, attempt: Attempt) -> None:
+        """Waits for its turn in the line, and answers."""
+        await self._line.wait()
+        attempt.commit(IDS, LOGPROBS)
+        attempt.finish("stop")
+
+
+class NextInLine(Instrument):
+    """Lets the next group go when one has ended."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def group_ended(self, group: Group, outcome: str) -> None:
+        """A group ended."""
+        self._line.step()

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import deque
 
 import anyio
-from anyio import Event
 
-from benches.harness import BACKENDS, Row, calm, main, now, row
-from benches.instant import IDS, LOGPROBS, InstantController
+from benches.harness import BACKENDS, Row, calm, main, now, row, until
+from benches.instant import IDS, LOGPROBS, InstantController, Line, LineController, NextInLine
 from benches.nest import Nest, Reply, gather
-from rollnest import Attempt, Capacity, Engine, Group, Prompt, Sampling, TaskSpec
-from rollnest.abc import Instrument
+from rollnest import Capacity, Engine, Prompt, Sampling, TaskSpec
 
 BATCH = 1_000  # samples
 PROMPTS = [Prompt(str(number), token_ids=[1 + number % 90, 2]) for number in range(2_000)]
@@ -58,52 +55,6 @@ async def batches(backend: str, group_size: int, count: int) -> Costs:
             costs.nest.append((nested - gathered) / BATCH * 1e6)
             costs.engine.append((ended - nested) / BATCH * 1e6)
     return costs
-
-
-class Line:
-    """Calls that wait in line; `step` lets as many go as a group has."""
-
-    def __init__(self, group_size: int) -> None:
-        self._group_size = group_size
-        self._waiting: deque[Event] = deque()
-
-    async def wait(self) -> None:
-        """Waits for its turn."""
-        mine = Event()
-        self._waiting.append(mine)
-        await mine.wait()
-
-    def step(self) -> None:
-        """Lets the next group go."""
-        for _ in range(min(self._group_size, len(self._waiting))):
-            self._waiting.popleft().set()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-
-class LineController(InstantController):
-    """Answers group after group."""
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-
-    async def generate(self, attempt: Attempt) -> None:
-        """Waits for its turn in the line, and answers."""
-        await self._line.wait()
-        attempt.commit(IDS, LOGPROBS)
-        attempt.finish("stop")
-
-
-class NextInLine(Instrument):
-    """Lets the next group go when one has ended."""
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-
-    def group_ended(self, group: Group, outcome: str) -> None:
-        """A group ended."""
-        self._line.step()
 
 
 async def staggered_engine(groups: int, group_size: int) -> float:
@@ -148,8 +99,7 @@ async def staggered_nest(groups: int, group_size: int) -> float:
 
 async def _all_wait(line: Line, calls: int) -> float:
     """Waits until all calls are in line, and lets the first group go."""
-    while len(line) < calls:
-        await anyio.wait_all_tasks_blocked()
+    await until(lambda: len(line) == calls)
     calm()
     started = now()
     line.step()
