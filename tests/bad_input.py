@@ -20,6 +20,7 @@ from attrs import frozen
 from rollnest import (
     AsyncStrategy,
     Capabilities,
+    Capacity,
     Engine,
     Limits,
     Prompt,
@@ -233,6 +234,12 @@ def cases() -> list[Case]:
             raising(lambda: Engine(ScriptedController(), task(), batch_size=0)),
             "ValueError",
             ("batch_size", "0"),
+        ),
+        Case(
+            "room for no group",
+            raising(lambda: Capacity(groups=0)),
+            "ValueError",
+            ("groups", "0"),
         ),
         Case(
             "no batch size for a strategy that runs ahead",

@@ -22,6 +22,7 @@ LAYERS: list[list[str]] = [
     ["_attempt", "_checks", "_options", "_records", "_response", "abc", "errors"],
     # 1: pure logic
     [
+        "_admission",
         "_allocation",
         "_continuation",
         "_delivery",

@@ -32,6 +32,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from anyio.lowlevel import checkpoint
 from attrs import frozen
 
+from ._admission import Admission
 from ._allocation import Allocate, Allocation, by_weight
 from ._attempt import TokenCounters
 from ._bell import Bell
@@ -78,6 +79,7 @@ class _Parts:
     producers: Mapping[str, Producer]
     counters: Mapping[str, TokenCounters]
     delivery: Delivery
+    admission: Admission
 
 
 class Engine:
@@ -427,7 +429,9 @@ class Engine:
         workers = Workers()
         judge_slots = Slots(self._capacity.judges, clock)
         tool_slots = Slots(self._capacity.tools, clock)
-        allocation = Allocation({spec.name: spec.weight for spec in self._specs}, self._allocate)
+        weights = {spec.name: spec.weight for spec in self._specs}
+        allocation = Allocation(weights, self._allocate)
+        admission = Admission(self._capacity.groups, weights)
         counters = {spec.name: TokenCounters() for spec in self._specs}
         producers: dict[str, Producer] = {}
         for spec in self._specs:
@@ -486,6 +490,7 @@ class Engine:
                     on_settled=partial(self._settled, spec.name),
                     on_crash=partial(self._break, "production failed"),
                 ),
+                admission=admission,
                 share=(
                     None
                     if self._batch_size is None
@@ -510,14 +515,14 @@ class Engine:
             allocation,
             readings,
             is_exhausted=lambda name: producers[name].exhausted,
-            on_expired=lambda name: producers[name].bell.ring(),
+            on_expired=admission.changed,
         )
-        return _Parts(gate, workers, producers, counters, delivery)
+        return _Parts(gate, workers, producers, counters, delivery, admission)
 
     def _settled(self, task: str) -> None:
         """A group of a task has ended: a batch may be complete, and there may be room for another."""
         self._ready.ring()
-        self._entered().producers[task].bell.ring()
+        self._entered().admission.changed(task)
 
     def _demand(self, parts: _Parts, shares: Mapping[str, int]) -> None:
         for name, producer in parts.producers.items():
@@ -529,7 +534,7 @@ class Engine:
             parts.delivery.commit(index)
         self._instruments.tell("batch_delivered", batch)
         for producer in parts.producers.values():
-            producer.bell.ring()
+            producer.wake()
         return batch
 
     def _claim_pause(self) -> None:
@@ -541,7 +546,7 @@ class Engine:
     def _release_pause(self) -> None:
         self._pausing = False
         for producer in self._entered().producers.values():
-            producer.bell.ring()
+            producer.wake()
         self._ready.ring()
 
     def _break(self, why: str, cause: BaseException) -> None:

@@ -85,11 +85,14 @@ class Capacity:
 
     Attributes:
         turns: Turns at the policy's server.
+        groups: Groups in flight, over all tasks; their strategies may allow fewer. What a waiting `next_batch` lacks
+            comes first, then tasks take turns by their weights.
         judges: Judger calls.
         tools: Tool calls.
     """
 
     turns: int | None = field(default=512, validator=whole(1, optional=True))
+    groups: int | None = field(default=None, validator=whole(1, optional=True))
     judges: int | None = field(default=32, validator=whole(1, optional=True))
     tools: int | None = field(default=64, validator=whole(1, optional=True))
 

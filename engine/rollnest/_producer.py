@@ -12,6 +12,7 @@ from anyio import create_task_group
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint_if_cancelled
 
+from ._admission import Admission
 from ._bell import Bell
 from ._gate import Gate
 from ._group import GroupRunner
@@ -41,6 +42,7 @@ class Producer:
         sampler: Sampler,
         gate: Gate,
         runner: GroupRunner,
+        admission: Admission,
         share: float | None,
         on_crash: Callable[[BaseException], None],
     ) -> None:
@@ -51,8 +53,10 @@ class Producer:
         self._demand = 0
         self._sampler = sampler
         self._gate = gate
+        self._admission = admission
         self._share = share
         self._on_crash = on_crash
+        admission.join(spec.name, self)
 
     @property
     def demand(self) -> int:
@@ -63,7 +67,7 @@ class Producer:
     def demand(self, groups: int) -> None:
         if groups != self._demand:
             self._demand = groups
-            self.bell.ring()
+            self._admission.changed(self.spec.name)
 
     @property
     def exhausted(self) -> bool:
@@ -80,7 +84,14 @@ class Producer:
     @property
     def room(self) -> int:
         """How many groups may start now."""
+        return self._admission.room(self.spec.name)
+
+    @property
+    def wanted(self) -> int:
+        """How many groups would start now if the engine had no bound of its own."""
         if self._gate.closed or self.starved:
+            return 0
+        if self._sampler.exhausted and not self.table.waiting:
             return 0
         return self.spec.strategy.room(
             Production(
@@ -90,6 +101,20 @@ class Producer:
                 share=self.demand if self._share is None else self._share,
             )
         )
+
+    @property
+    def in_flight(self) -> int:
+        """How many groups run."""
+        return len(self.table.flight)
+
+    @property
+    def lacking(self) -> int:
+        """Groups that a waiting `next_batch` lacks, and that do not run yet."""
+        return max(0, self.demand - self.table.ready - len(self.table.flight))
+
+    def wake(self) -> None:
+        """Has the producer look again for how many groups it may start."""
+        self.bell.ring()
 
     async def run(self) -> None:
         """Starts groups for ever.
@@ -119,6 +144,7 @@ class Producer:
             return False
         name = f"group {self.spec.name}/{row.visit}"
         groups.start_soon(self.runner.run, self.runner.admit(row), name=name)
+        self._admission.started(self.spec.name)
         return True
 
     def _draw(self) -> Row | None:

@@ -186,8 +186,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a settled group wakes nobody",
         (
             "_engine.py",
-            "        self._ready.ring()\n        self._entered().producers[task].bell.ring()",
-            "        self._entered().producers[task].bell.ring()",
+            "        self._ready.ring()\n        self._entered().admission.changed(task)",
+            "        self._entered().admission.changed(task)",
         ),
     ),
     _mutant(
