@@ -59,7 +59,6 @@ class Attempt:
     """One request: frozen going in, append-only coming out.
 
     Attributes:
-        id: 32 hex digits, new for every attempt.
         prompt_ids: Exactly what the policy is to continue, int32: prompt, then everything after it.
         max_tokens: Most tokens this attempt may bring, >= 1.
         sampling: The turn's sampling; `seed` is resolved, `min_tokens` is what remains. Its own `max_tokens` is
@@ -73,13 +72,13 @@ class Attempt:
     __slots__ = (
         "_closed",
         "_counters",
+        "_id",
         "_newest_version",
         "_received",
         "_vocab_size",
         "affinity",
         "detail",
         "finish_reason",
-        "id",
         "max_tokens",
         "prompt_ids",
         "sampling",
@@ -100,7 +99,7 @@ class Attempt:
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be >= 1, got {max_tokens}")
-        self.id: str = f"{_random_bits(128):032x}"
+        self._id: str | None = None  # made when it is asked for: drawing it is not free
         # A view is packed and checked already: a long prompt is not looked through again for every turn.
         self.prompt_ids: memoryview[int] = (
             prompt_ids
@@ -125,6 +124,13 @@ class Attempt:
             f"<Attempt {self.id[:8]} v{self.version}: {len(self.prompt_ids)} prompt tokens, "
             f"{len(self.received)} of {self.max_tokens} received, {'given up' if self._closed else state}>"
         )
+
+    @property
+    def id(self) -> str:
+        """32 hex digits, new for every attempt."""
+        if self._id is None:
+            self._id = f"{_random_bits(128):032x}"
+        return self._id
 
     @property
     def received(self) -> Response:

@@ -398,8 +398,9 @@ class Context:
             got = len(self._response) - start
             least = min(max(0, sampling.min_tokens - got), cap)
             sampling = evolve(sampling, min_tokens=least)
+        before = self._prompt_ids + self._response.packed_ids if self._response else self._prompt_ids
         return Attempt(
-            memoryview(self._prompt_ids + self._response.packed_ids).toreadonly(),
+            memoryview(before).toreadonly(),
             max_tokens=cap,
             sampling=sampling,
             affinity=self._core.uid,
@@ -432,7 +433,10 @@ class Context:
             if stop_at is not None:
                 counters.discarded += len(whole) - stop_at
                 received = received[: stop_at - seam]
-        self._response.extend(received)
+        if len(self._response) or stop_at is not None:
+            self._response.extend(received)
+        else:
+            self._response = received  # nothing else can reach the attempt any more
         return stop_at is not None
 
     def _reason(

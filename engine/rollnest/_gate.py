@@ -51,14 +51,14 @@ class Gate:
         self.closed_since = 0.0
         self.slots = slots
         self._opened = Event()
-        self._in_flight: dict[str, tuple[Attempt, CancelScope]] = {}
+        self._in_flight: dict[Attempt, CancelScope] = {}
         self._until_quiet: CancelScope | None = None
         self._limits: set[Limit] = set()
 
     @property
     def in_flight(self) -> list[Attempt]:
         """Attempts that are through and not back."""
-        return [attempt for attempt, _ in self._in_flight.values()]
+        return list(self._in_flight)
 
     def close(self) -> None:
         """From now on no turn starts, and limits stand still."""
@@ -105,24 +105,29 @@ class Gate:
             OverLimit: The limit is over.
         """
         while True:
-            await self.wait_open()
-            async with self.slots:
+            if self.closed:
+                await self.wait_open()
+            if not self.slots.take():
+                await self.slots.acquire()
+            try:
                 if self.closed:  # a pause began while this turn waited for its slot
                     continue
                 attempt = build()
                 scope = CancelScope()
-                self._in_flight[attempt.id] = attempt, scope
+                self._in_flight[attempt] = scope
                 try:
                     with limit, scope:
                         await generate(attempt)
                 finally:
                     attempt.close()
-                    del self._in_flight[attempt.id]
+                    del self._in_flight[attempt]
                     if not self._in_flight and self._until_quiet is not None:
                         self._until_quiet.cancel()
                 if attempt.finish_reason is None and not scope.cancel_called:
                     raise InferenceError("the controller returned without finishing the attempt")
                 return attempt
+            finally:
+                self.slots.release()
 
     @contextmanager
     def until_quiet(self) -> Generator[None]:
@@ -138,7 +143,7 @@ class Gate:
 
     def cut(self) -> None:
         """Ends every turn in flight at once; each keeps what it received."""
-        for _, scope in self._in_flight.values():
+        for scope in self._in_flight.values():
             scope.cancel()
 
     def limit(self, seconds: float | None) -> AbstractContextManager[None]:

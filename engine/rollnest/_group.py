@@ -7,8 +7,8 @@ ended count as they ended, the others are frozen as ABORTED with everything they
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from anyio import create_task_group, current_time, get_cancelled_exc_class
 from attrs import evolve
@@ -236,8 +236,10 @@ class LiveGroup:
 
     async def _run_member(self, rollout: Rollout) -> None:
         """Runs one member to its frozen sample; raises nothing that is an `Exception`."""
-        with _cancellation_alone(rollout.uid):
+        try:
             await self._generate_and_judge(rollout)
+        except BaseExceptionGroup as group:
+            raise _cancellation_alone(rollout.uid, group) from None
 
     async def _generate_and_judge(self, rollout: Rollout) -> None:
         limit = self._spec.limits.sample
@@ -274,8 +276,11 @@ class LiveGroup:
         if judging is None or not judging.by_group or not self._all_completed:
             return
         members = self._samples | self._unjudged
-        with _cancellation_alone(f"the judger of {self._spec.name}/{self.row.prompt.uid}"):
+        try:
             judged = await judging.judge_group([members[index] for index in sorted(members)])
+        except BaseExceptionGroup as group:
+            who = f"the judger of {self._spec.name}/{self.row.prompt.uid}"
+            raise _cancellation_alone(who, group) from None
         for sample in judged:
             if sample.index in self.row.kept:
                 self._samples[sample.index] = sample  # told when it was frozen first
@@ -291,19 +296,19 @@ class LiveGroup:
         self._services.instruments.tell("sample_ended", sample)
 
 
-@contextmanager
-def _cancellation_alone(who: str) -> Generator[None]:
-    """Lets a cancellation out without the errors that came with it."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        # A loop with tasks of its own, of which one raised while all were cancelled. The cancellation goes on
-        # alone: with the error it would break the engine, and the member is ABORTED whatever its cleanup did.
-        cancelled, rest = group.split(get_cancelled_exc_class())
-        if cancelled is None or any(not isinstance(e, Exception) for e in leaves(rest or group)):
-            raise
-        _log.warning("%s raised while it was cancelled", who, exc_info=rest)
-        raise cancelled from None
+def _cancellation_alone(
+    who: str, group: BaseExceptionGroup[BaseException]
+) -> BaseExceptionGroup[BaseException]:
+    """Takes the errors out that came with a cancellation; a group without one stays as it is.
+
+    A loop with tasks of its own, of which one raised while all were cancelled. The cancellation goes on alone: with
+    the error it would break the engine, and the member is ABORTED whatever its cleanup did.
+    """
+    cancelled, rest = group.split(get_cancelled_exc_class())
+    if cancelled is None or any(not isinstance(e, Exception) for e in leaves(rest or group)):
+        return group
+    _log.warning("%s raised while it was cancelled", who, exc_info=rest)
+    return cancelled
 
 
 def _kind(error: BaseException) -> FailureKind:

@@ -33,7 +33,10 @@ class Instruments:
 
     def tell(self, hook: str, *args: Any) -> None:
         """Calls one hook of every instrument that has it."""
-        for instrument in self._listeners[hook][:]:
+        listening = self._listeners[hook]
+        if not listening:
+            return
+        for instrument in listening[:]:
             try:
                 getattr(instrument, hook)(*args)
             except Exception:

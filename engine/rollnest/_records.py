@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from enum import Enum
 from typing import Any, Literal, cast
 
-from attrs import Attribute, field, frozen
-from attrs.validators import deep_iterable, in_, instance_of, optional
+from attrs import Attribute, Factory, field, frozen
+from attrs.validators import in_, instance_of, optional
 
 from ._checks import check_real, text, whole
 from ._options import Sampling
@@ -265,6 +265,15 @@ class Segment:
         return len(self.response)
 
 
+def _policy_tokens(sample: Sample) -> int:
+    return sum([segment.response.policy_tokens for segment in sample.segments])
+
+
+def _oldest_version(sample: Sample) -> int | None:
+    versions = [segment.response.oldest_version for segment in sample.segments]
+    return min([v for v in versions if v is not None], default=None)
+
+
 @frozen(eq=False, kw_only=True)
 class Sample:
     """The frozen end of one rollout.
@@ -284,6 +293,8 @@ class Sample:
         logprobs_mode: What its logprobs are: `"processed"` (of the distribution that was sampled from) or `"raw"`
             (before temperature and filters).
         generate_seconds: From the loop's start to its end.
+        policy_tokens: Tokens that the policy sampled, over all segments.
+        oldest_version: The lowest version among its trainable tokens; `None` without any.
     """
 
     task: str
@@ -299,6 +310,13 @@ class Sample:
     sampling: Sampling | None = field(default=None, repr=False)
     logprobs_mode: Literal["raw", "processed"] = "processed"
     generate_seconds: float = 0.0
+
+    policy_tokens: int = field(
+        init=False, repr=False, default=Factory(_policy_tokens, takes_self=True)
+    )
+    oldest_version: int | None = field(
+        init=False, repr=False, default=Factory(_oldest_version, takes_self=True)
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.status is Status.COMPLETED and not self.policy_tokens:
@@ -326,22 +344,11 @@ class Sample:
         return "".join(turn.text or "" for turn in self.turns)
 
     @property
-    def policy_tokens(self) -> int:
-        """Tokens that the policy sampled, over all segments."""
-        return sum(segment.response.policy_tokens for segment in self.segments)
-
-    @property
     def truncated(self) -> bool:
         """Whether the cap cut it: of the sample, or of any of its turns."""
         return self.finish_reason == "length" or any(
             turn.finish_reason == "length" for turn in self.turns
         )
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The lowest version among its trainable tokens; `None` without any."""
-        versions = [segment.response.oldest_version for segment in self.segments]
-        return min((v for v in versions if v is not None), default=None)
 
     def lag(self, version: int) -> int:
         """Versions between the oldest trainable token and `version`; 0 without a trainable token."""
@@ -366,15 +373,15 @@ class Group:
     task: str
     prompt: Prompt = field(repr=lambda prompt: repr(prompt.uid))
     visit: int = field(validator=whole(0))
-    samples: tuple[Sample, ...] = field(
-        converter=_samples, validator=deep_iterable(instance_of(Sample)), repr=_count
-    )
+    samples: tuple[Sample, ...] = field(converter=_samples, repr=_count)
 
     def __attrs_post_init__(self) -> None:
         if not self.samples:
             raise ValueError(f"group {self.task}/{self.visit} needs at least one sample")
         for sample in self.samples:
-            if (sample.task, sample.visit) != (self.task, self.visit):
+            if not isinstance(sample, Sample):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"samples must be Sample objects, got {sample!r}")
+            if sample.visit != self.visit or sample.task != self.task:
                 raise ValueError(
                     f"a sample of {sample.task}/{sample.visit} in group {self.task}/{self.visit}"
                 )
@@ -383,8 +390,8 @@ class Group:
     def status(self) -> Status:
         """`COMPLETED` if every member is; else the worst status among them."""
         statuses = {sample.status for sample in self.samples}
-        if statuses == {Status.COMPLETED}:
-            return Status.COMPLETED
+        if len(statuses) == 1:
+            return statuses.pop()
         return next(status for status in _GROUP_PRIORITY if status in statuses)
 
     @property
@@ -395,8 +402,8 @@ class Group:
     @property
     def oldest_version(self) -> int | None:
         """The lowest version among the trainable tokens of its members; `None` without any."""
-        versions = (sample.oldest_version for sample in self.samples)
-        return min((v for v in versions if v is not None), default=None)
+        versions = [sample.oldest_version for sample in self.samples]
+        return min([v for v in versions if v is not None], default=None)
 
     def __len__(self) -> int:
         return len(self.samples)

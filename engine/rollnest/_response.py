@@ -40,6 +40,7 @@ class Response:
         "_last_version",
         "_logprobs",
         "_origin",
+        "_policy_tokens",
         "_run_stops",
         "_run_versions",
         "_sealed",
@@ -49,6 +50,7 @@ class Response:
         self._ids = array("i")
         self._logprobs = array("f")
         self._origin = bytearray()
+        self._policy_tokens = 0
         self._run_stops = array("i")
         self._run_versions = array("i")
         self._last_version = 0
@@ -123,7 +125,7 @@ class Response:
     @property
     def policy_tokens(self) -> int:
         """How many tokens the policy sampled."""
-        return self._origin.count(1)
+        return self._policy_tokens
 
     @property
     def sealed(self) -> bool:
@@ -140,6 +142,7 @@ class Response:
         piece._ids = self._ids[start:stop]
         piece._logprobs = self._logprobs[start:stop]
         piece._origin = self._origin[start:stop]
+        piece._policy_tokens = piece._origin.count(1)
         for version, run_start, run_stop in self.version_runs:
             length = min(run_stop, stop) - max(run_start, start)
             if length > 0:
@@ -215,9 +218,13 @@ class Response:
                 raise ValueError(f"a version must fit 32 bits, got {version}")
             last = version
         self._check_open()
-        self._ids.extend(new_ids)
-        self._logprobs.extend(new_logprobs)
+        if self._origin:
+            self._ids.extend(new_ids)
+            self._logprobs.extend(new_logprobs)
+        else:
+            self._ids, self._logprobs = new_ids, new_logprobs
         self._origin.extend(_POLICY * len(new_ids))
+        self._policy_tokens += len(new_ids)
         for length, version in runs:
             self._extend_run(length, version)
 
@@ -253,6 +260,7 @@ class Response:
         self._ids.extend(other._ids)
         self._logprobs.extend(other._logprobs)
         self._origin.extend(other._origin)
+        self._policy_tokens += other._policy_tokens
         start = 0
         runs = zip(tuple(other._run_versions), tuple(other._run_stops), strict=True)
         for version, stop in runs:  # copies: a response may be extended by itself
@@ -290,9 +298,13 @@ def token_column(ids: Iterable[int]) -> array[int]:
         ValueError: An id is negative or does not fit; the message has its position and value.
         TypeError: An id is no integer.
     """
-    if isinstance(ids, str | bytes | bytearray):
+    values: Sequence[int] | array[int] | memoryview[int]
+    if isinstance(ids, list | array | tuple | memoryview):
+        values = ids
+    elif isinstance(ids, str | bytes | bytearray):
         raise TypeError(f"ids must be integers, got {type(ids).__name__}")
-    values = ids if isinstance(ids, Sequence | array | memoryview) else list(ids)
+    else:
+        values = ids if isinstance(ids, Sequence) else list(ids)
     try:
         column = array("i", values)
     except OverflowError:

@@ -45,6 +45,16 @@ class Slots:
         self._semaphore = None if size is None else Semaphore(size, fast_acquire=True)
         self._waiting: dict[CancelScope, float] = {}
 
+    def take(self) -> bool:
+        """Takes a slot if one is free and nobody waits for it; whether it did. `release` gives it back."""
+        semaphore = self._semaphore
+        if semaphore is not None:
+            if semaphore.value <= 0:
+                return False
+            semaphore.acquire_nowait()
+        self.used += 1
+        return True
+
     async def acquire(self, patience: float | None = None) -> None:
         """Takes a slot that `release` gives back, where a block can't: an abandoned thread keeps its own.
 
@@ -54,11 +64,10 @@ class Slots:
         Raises:
             SlotsLost: Every slot was lost for that long.
         """
-        if self._semaphore is not None:
-            if self._semaphore.value > 0:
-                await self._semaphore.acquire()
-            else:
-                await self._wait(self._semaphore, math.inf if patience is None else patience)
+        if self.take():
+            return
+        assert self._semaphore is not None
+        await self._wait(self._semaphore, math.inf if patience is None else patience)
         self.used += 1
 
     def release(self) -> None:
