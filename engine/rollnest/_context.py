@@ -8,7 +8,7 @@ that meets a pause keeps its partial and goes on with what remains of its cap.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -28,6 +28,8 @@ from .abc import Capabilities, InferenceController, Tokenizer
 from .errors import DataError, InferenceError, LoopError, UnsupportedSampling, describe
 
 __all__ = ["Context", "RolloutCore", "RolloutServices"]
+
+_NOTHING = Response().seal()
 
 # A server that ends turns unasked and without a token would be asked again at once, for ever.
 _EMPTY_ABORTS = 3
@@ -52,6 +54,7 @@ class RolloutServices:
     max_context: int
     stop_token_ids: frozenset[int]
     seed: int
+    clock: Callable[[], float]
 
 
 class RolloutCore:
@@ -69,6 +72,19 @@ class RolloutCore:
         cut: Whether the budget ended it.
         frozen: Whether its sample was made.
     """
+
+    __slots__ = (
+        "attempts",
+        "contexts",
+        "cut",
+        "failure",
+        "finish_reason",
+        "frozen",
+        "prompt",
+        "services",
+        "turns",
+        "uid",
+    )
 
     def __init__(self, services: RolloutServices, prompt: Prompt, uid: str) -> None:
         self.services = services
@@ -94,8 +110,16 @@ class RolloutCore:
         tools: Sequence[Message] | None = None,
     ) -> Context:
         """Opens a context; with the messages its prompt was rendered from, if it was."""
-        ids = self.checked(prompt_ids)
-        context = Context(self, ids, len(self.contexts), messages, tools)
+        return self.open_checked(self.checked(prompt_ids), messages, tools)
+
+    def open_checked(
+        self,
+        prompt_ids: array[int],
+        messages: Sequence[Message] | None = None,
+        tools: Sequence[Message] | None = None,
+    ) -> Context:
+        """Opens a context of ids that are packed and checked; the array is shared, and never changed."""
+        context = Context(self, prompt_ids, len(self.contexts), messages, tools)
         self.contexts.append(context)
         return context
 
@@ -117,6 +141,19 @@ class RolloutCore:
 class Context:
     """One unbroken token context of a rollout: prompt ids, then an append-only response."""
 
+    __slots__ = (
+        "_begun",
+        "_busy",
+        "_core",
+        "_index",
+        "_messages",
+        "_prompt_ids",
+        "_reserved",
+        "_response",
+        "_running",
+        "_tools",
+    )
+
     def __init__(
         self,
         core: RolloutCore,
@@ -128,7 +165,7 @@ class Context:
         self._core = core
         self._prompt_ids = prompt_ids
         self._index = index
-        self._response = Response()
+        self._response = _NOTHING
         self._messages = None if messages is None else list(messages)
         self._tools = tuple(tools) if tools else None
         self._busy = False
@@ -256,6 +293,8 @@ class Context:
         room = self.remaining
         if len(ids) > room:
             self._core.cut = True
+        if self._response is _NOTHING:
+            self._response = Response()
         self._response.append_context(ids[:room])
         self._messages = None  # raw content is no message: chat() can't tell what the context holds
 
@@ -433,10 +472,10 @@ class Context:
             if stop_at is not None:
                 counters.discarded += len(whole) - stop_at
                 received = received[: stop_at - seam]
-        if len(self._response) or stop_at is not None:
-            self._response.extend(received)
+        if self._response is _NOTHING and stop_at is None:
+            self._response = received  # the attempt is over: nothing else changes it
         else:
-            self._response = received  # nothing else can reach the attempt any more
+            self._response.extend(received)
         return stop_at is not None
 
     def _reason(

@@ -7,10 +7,11 @@ ended count as they ended, the others are frozen as ABORTED with everything they
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from anyio import create_task_group, current_time, get_cancelled_exc_class
+from anyio import create_task_group, get_cancelled_exc_class
 from attrs import evolve
 
 from ._context import RolloutServices
@@ -75,7 +76,8 @@ class GroupRunner:
         """
         row = group.row
         self._services.instruments.tell("group_started", self._spec.name, row.visit)
-        started = current_time()
+        clock = self._services.clock
+        started = clock()
         try:
             await group.run()
         except BaseException as error:
@@ -93,7 +95,7 @@ class GroupRunner:
                 s.status is Status.COMPLETED for s in samples if s.index not in row.kept
             )
             kept = self._filtered(row, samples)
-            outcome = self._table.settle(row, kept, current_time() - started)
+            outcome = self._table.settle(row, kept, clock() - started)
             self._services.instruments.tell("group_ended", row.members, outcome)
             self._on_settled()
 
@@ -144,7 +146,7 @@ class LiveGroup:
             prompt_ids = await self._prompt_ids(prompt)
         except DataError as error:
             for index in missing:
-                self._end(self._rollout(index, ()), error)
+                self._end(self._rollout(index, array("i")), error)
             return
         for index in missing:
             self._rollouts[index] = self._rollout(index, prompt_ids)
@@ -176,7 +178,7 @@ class LiveGroup:
                 continue
             rollout = self._rollouts.get(index)
             if rollout is None:  # cancelled before there was anything to run
-                rollout = self._rollout(index, ())
+                rollout = self._rollout(index, array("i"))
             if cancelled:
                 self._samples[index] = rollout.freeze(Status.ABORTED)
             else:
@@ -185,7 +187,7 @@ class LiveGroup:
                 self._samples[index] = rollout.freeze(Status.FAILED, lost)
         return [self._samples[index] for index in range(self._spec.group_size)]
 
-    def _rollout(self, index: int, prompt_ids: Sequence[int]) -> Rollout:
+    def _rollout(self, index: int, prompt_ids: array[int]) -> Rollout:
         row = self.row
         tools = row.prompt.tools or self._spec.loop.tools
         return Rollout(
@@ -198,12 +200,11 @@ class LiveGroup:
             judging=self._judging,
         )
 
-    async def _prompt_ids(self, prompt: Prompt) -> Sequence[int]:
+    async def _prompt_ids(self, prompt: Prompt) -> array[int]:
         """The prompt's ids: its own, or rendered by the chat template in a worker thread."""
         services = self._services
-        ids: Sequence[int]
         if prompt.token_ids:
-            ids = prompt.token_ids
+            ids = token_column(prompt.token_ids)
         elif services.tokenizer is None:
             raise DataError(f"prompt {prompt.uid!r} has messages only, and the engine no tokenizer")
         else:
@@ -217,11 +218,11 @@ class LiveGroup:
             )
         return ids
 
-    async def _render(self, prompt: Prompt) -> Sequence[int]:
+    async def _render(self, prompt: Prompt) -> array[int]:
         tokenizer, tools = self._services.tokenizer, prompt.tools or self._spec.loop.tools
         messages = prompt.messages or ()
 
-        def render() -> Sequence[int]:
+        def render() -> array[int]:
             return token_column(
                 () if tokenizer is None else tokenizer.render(messages, tools=tools)
             )

@@ -6,12 +6,12 @@ when the loop returns.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from inspect import iscoroutinefunction
 from random import Random
 from typing import Any, TypeVar, TypeVarTuple, overload
 
-from anyio import current_time
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
@@ -36,22 +36,36 @@ class Rollout:
     Made by the engine; an agent loop gets it, generates and appends, and returns. The sample is frozen then.
     """
 
+    __slots__ = (
+        "_core",
+        "_current",
+        "_index",
+        "_judged",
+        "_judging",
+        "_random",
+        "_scored",
+        "_started",
+        "_visit",
+    )
+
     def __init__(
         self,
         services: RolloutServices,
         prompt: Prompt,
-        prompt_ids: Sequence[int],
+        prompt_ids: array[int],
         *,
         visit: int,
         index: int,
         tools: Sequence[Message] | None = None,
         judging: GroupJudging | None = None,
     ) -> None:
-        self._core = RolloutCore(services, prompt, f"{services.task}/{prompt.uid}/{visit}/{index}")
+        self._core = core = RolloutCore(
+            services, prompt, f"{services.task}/{prompt.uid}/{visit}/{index}"
+        )
         self._visit = visit
         self._index = index
-        self._started = current_time()
-        self._current = self._core.open(prompt_ids, prompt.messages, tools)
+        self._started = services.clock()
+        self._current = core.open_checked(prompt_ids, prompt.messages, tools)
         self._random: Random | None = None
         self._judging = judging
         self._scored: Verdict | None = None
@@ -249,7 +263,7 @@ class Rollout:
     @property
     def policy_tokens(self) -> int:
         """Tokens recorded so far."""
-        return sum(context.policy_tokens for context in self._core.contexts)
+        return sum([context.policy_tokens for context in self._core.contexts])
 
     def freeze(self, status: Status, failure: Failure | None = None) -> Sample:
         """Ends the rollout; its responses are sealed.
@@ -265,7 +279,7 @@ class Rollout:
             if failure is None and not self.policy_tokens:
                 failure = Failure("loop", "the loop returned without generating a token")
             status = Status.FAILED if failure else Status.COMPLETED
-        segments = tuple(context.freeze(trim=core.cut) for context in core.contexts)
+        segments = tuple([context.freeze(trim=core.cut) for context in core.contexts])
         return self._sample(
             status, segments, failure, self._verdict if status is Status.COMPLETED else None
         )
@@ -315,13 +329,13 @@ class Rollout:
             index=self._index,
             status=status,
             segments=segments,
-            turns=tuple(_within(turn, segments[turn.segment]) for turn in core.turns),
+            turns=tuple([_within(turn, segments[turn.segment]) for turn in core.turns]),
             finish_reason=reason,
             verdict=verdict,
             failure=failure,
             sampling=core.services.sampling,
             logprobs_mode=core.services.capabilities.logprobs,
-            generate_seconds=current_time() - self._started,
+            generate_seconds=core.services.clock() - self._started,
         )
 
     def _branch(
