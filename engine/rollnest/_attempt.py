@@ -29,6 +29,9 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+_FINISH_REASONS: dict[str, FinishReason] = {reason.value: reason for reason in FinishReason}
+
+
 class TokenCounters:
     """Where the tokens of all attempts went; every count only rises.
 
@@ -180,15 +183,8 @@ class Attempt:
                 raise ValueError(
                     f"ids[{at}] = {column[at]} is outside the vocabulary of {self._vocab_size}"
                 )
-            oldest = checked.oldest_version
-            if oldest is not None and oldest < self.version:
-                raise ValueError(
-                    f"tokens of version {oldest}, but the policy has had {self.version}"
-                )
-            newest = checked.newest_version
-            known = None if self._newest_version is None else self._newest_version()
-            if newest is not None and known is not None and newest > known:
-                raise ValueError(f"tokens of version {newest}, but the newest is {known}")
+            if versions != self.version:
+                self._check_versions(checked)
             # Everything is checked, also what lies beyond the cap; only now it is cut.
             received = self._received
             kept = min(count, self.max_tokens - (0 if received is None else len(received)))
@@ -202,6 +198,16 @@ class Attempt:
         self._counters.committed += kept
         self._counters.rejected += count - kept
         return kept
+
+    def _check_versions(self, checked: Response) -> None:
+        oldest, newest = checked.oldest_version, checked.newest_version
+        if oldest is None or newest is None:
+            return
+        if oldest < self.version:
+            raise ValueError(f"tokens of version {oldest}, but the policy has had {self.version}")
+        known = None if self._newest_version is None else self._newest_version()
+        if known is not None and newest > known:
+            raise ValueError(f"tokens of version {newest}, but the newest is {known}")
 
     def check_echo(self, prompt_ids: Sequence[int]) -> None:
         """Compares the prompt that a server says it continued with the one that was sent.
@@ -224,7 +230,7 @@ class Attempt:
         if self._closed:
             return
         try:
-            known = FinishReason(reason)
+            known = _FINISH_REASONS.get(reason) or FinishReason(reason)
         except ValueError:
             raise InferenceError(
                 f"the server's answer is unusable: unknown finish reason {reason!r}"

@@ -8,7 +8,7 @@ that meets a pause keeps its partial and goes on with what remains of its cap.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -54,7 +54,6 @@ class RolloutServices:
     max_context: int
     stop_token_ids: frozenset[int]
     seed: int
-    clock: Callable[[], float]
 
 
 class RolloutCore:
@@ -437,7 +436,9 @@ class Context:
             got = len(self._response) - start
             least = min(max(0, sampling.min_tokens - got), cap)
             sampling = evolve(sampling, min_tokens=least)
-        before = self._prompt_ids + self._response.packed_ids if self._response else self._prompt_ids
+        before = (
+            self._prompt_ids + self._response.packed_ids if self._response else self._prompt_ids
+        )
         return Attempt(
             memoryview(before).toreadonly(),
             max_tokens=cap,

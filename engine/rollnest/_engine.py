@@ -458,7 +458,6 @@ class Engine:
                 ),
                 stop_token_ids=stop_token_ids,
                 seed=self._seed,
-                clock=clock,
             )
             judging = (
                 None

@@ -76,7 +76,7 @@ class GroupRunner:
         """
         row = group.row
         self._services.instruments.tell("group_started", self._spec.name, row.visit)
-        clock = self._services.clock
+        clock = self._services.gate.clock
         started = clock()
         try:
             await group.run()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from enum import Enum
 from typing import Any, Literal, cast
 
-from attrs import Attribute, Factory, field, frozen
+from attrs import Attribute, field, frozen
 from attrs.validators import in_, instance_of, optional
 
 from ._checks import check_real, text, whole
@@ -265,15 +265,6 @@ class Segment:
         return len(self.response)
 
 
-def _policy_tokens(sample: Sample) -> int:
-    return sum([segment.response.policy_tokens for segment in sample.segments])
-
-
-def _oldest_version(sample: Sample) -> int | None:
-    versions = [segment.response.oldest_version for segment in sample.segments]
-    return min([v for v in versions if v is not None], default=None)
-
-
 @frozen(eq=False, kw_only=True)
 class Sample:
     """The frozen end of one rollout.
@@ -311,14 +302,20 @@ class Sample:
     logprobs_mode: Literal["raw", "processed"] = "processed"
     generate_seconds: float = 0.0
 
-    policy_tokens: int = field(
-        init=False, repr=False, default=Factory(_policy_tokens, takes_self=True)
-    )
-    oldest_version: int | None = field(
-        init=False, repr=False, default=Factory(_oldest_version, takes_self=True)
-    )
+    policy_tokens: int = field(init=False, repr=False, default=0)
+    oldest_version: int | None = field(init=False, repr=False, default=None)
 
     def __attrs_post_init__(self) -> None:
+        tokens, oldest = 0, None
+        for segment in self.segments:
+            response = segment.response
+            if response.policy_tokens:
+                tokens += response.policy_tokens
+                first = response.oldest_version
+                if first is not None and (oldest is None or first < oldest):
+                    oldest = first
+        object.__setattr__(self, "policy_tokens", tokens)
+        object.__setattr__(self, "oldest_version", oldest)
         if self.status is Status.COMPLETED and not self.policy_tokens:
             raise ValueError("a COMPLETED sample needs at least one token of the policy")
         if self.verdict is not None and self.status in _NEVER_JUDGED:

@@ -191,9 +191,10 @@ class Response:
         """
         new_ids = token_column(ids)
         new_logprobs = array("f", logprobs)
-        if len(new_ids) != len(new_logprobs):
-            raise ValueError(f"{len(new_ids)} ids but {len(new_logprobs)} logprobs")
-        if not new_ids:
+        count = len(new_ids)
+        if count != len(new_logprobs):
+            raise ValueError(f"{count} ids but {len(new_logprobs)} logprobs")
+        if not count:
             return
         # One pass in C each: a NaN or an infinity survives into the sum, a value above zero into the maximum.
         if not math.isfinite(sum(new_logprobs)) or max(new_logprobs) > LOGPROB_ROUNDING:
@@ -203,12 +204,12 @@ class Response:
                 if not math.isfinite(v) or v > LOGPROB_ROUNDING
             )
             raise ValueError(f"logprobs[{at}] must be finite and <= 0, got {new_logprobs[at]}")
-        runs: list[tuple[int, int]]
+        runs: Sequence[tuple[int, int]]
         if isinstance(versions, int):
-            runs = [(len(new_ids), versions)]
+            runs = ((count, versions),)
         else:
-            if len(versions) != len(new_ids):
-                raise ValueError(f"{len(new_ids)} ids but {len(versions)} versions")
+            if len(versions) != count:
+                raise ValueError(f"{count} ids but {len(versions)} versions")
             runs = _runs(versions)
         last = self._last_version
         for _, version in runs:
@@ -223,8 +224,8 @@ class Response:
             self._logprobs.extend(new_logprobs)
         else:
             self._ids, self._logprobs = new_ids, new_logprobs
-        self._origin.extend(_POLICY * len(new_ids))
-        self._policy_tokens += len(new_ids)
+        self._origin.extend(_POLICY * count)
+        self._policy_tokens += count
         for length, version in runs:
             self._extend_run(length, version)
 

@@ -39,6 +39,7 @@ class Rollout:
     __slots__ = (
         "_core",
         "_current",
+        "_frozen",
         "_index",
         "_judged",
         "_judging",
@@ -64,8 +65,9 @@ class Rollout:
         )
         self._visit = visit
         self._index = index
-        self._started = services.clock()
+        self._started = services.gate.clock()
         self._current = core.open_checked(prompt_ids, prompt.messages, tools)
+        self._frozen: tuple[Segment, ...] | None = None  # once its sample was made
         self._random: Random | None = None
         self._judging = judging
         self._scored: Verdict | None = None
@@ -263,6 +265,8 @@ class Rollout:
     @property
     def policy_tokens(self) -> int:
         """Tokens recorded so far."""
+        if self._frozen is not None:
+            return sum([segment.response.policy_tokens for segment in self._frozen])
         return sum([context.policy_tokens for context in self._core.contexts])
 
     def freeze(self, status: Status, failure: Failure | None = None) -> Sample:
@@ -279,7 +283,11 @@ class Rollout:
             if failure is None and not self.policy_tokens:
                 failure = Failure("loop", "the loop returned without generating a token")
             status = Status.FAILED if failure else Status.COMPLETED
-        segments = tuple([context.freeze(trim=core.cut) for context in core.contexts])
+        segments = self._frozen
+        if segments is None:
+            segments = tuple([context.freeze(trim=core.cut) for context in core.contexts])
+            self._frozen = segments
+            core.contexts.clear()  # a ring: only the garbage collector could free it
         return self._sample(
             status, segments, failure, self._verdict if status is Status.COMPLETED else None
         )
@@ -335,7 +343,7 @@ class Rollout:
             failure=failure,
             sampling=core.services.sampling,
             logprobs_mode=core.services.capabilities.logprobs,
-            generate_seconds=core.services.clock() - self._started,
+            generate_seconds=core.services.gate.clock() - self._started,
         )
 
     def _branch(

@@ -67,7 +67,10 @@ class Slots:
         if self.take():
             return
         assert self._semaphore is not None
-        await self._wait(self._semaphore, math.inf if patience is None else patience)
+        if patience is None:
+            await self._semaphore.acquire()
+        else:
+            await self._wait(self._semaphore, patience)
         self.used += 1
 
     def release(self) -> None:
