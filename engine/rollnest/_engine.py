@@ -504,8 +504,9 @@ class Engine:
                 name: read(
                     producer.table,
                     counters[name],
-                    producer.runner.produced_samples,
+                    producer.runner.produced,
                     gate.closed_seconds,
+                    current_time(),
                 )
                 for name, producer in producers.items()
             }
@@ -656,7 +657,7 @@ def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatist
         flight=len(table.flight),
         dropped=dict(table.dropped),
         expired=table.expired,
-        produced_samples=producer.runner.produced_samples,
+        produced_samples=producer.runner.produced.samples,
         tokens_committed=counters.committed,
         tokens_in_records=held,
         tokens_expired=table.expired_tokens,

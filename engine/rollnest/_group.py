@@ -21,6 +21,7 @@ from ._records import Failure, FailureKind, Group, Prompt, Sample, Status
 from ._response import token_column
 from ._rollout import Rollout
 from ._slots import Call, Slots
+from ._statistics import Produced
 from ._table import GroupTable, Row
 from ._task import TaskSpec
 from .errors import DataError, InferenceError, JudgeError, LoopError, ToolError, describe, leaves
@@ -34,7 +35,7 @@ class GroupRunner:
     """Runs the groups of one task.
 
     Attributes:
-        produced_samples: Samples that completed so far.
+        produced: Counts the samples that completed, and their rewards.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class GroupRunner:
         self._is_cancelled = is_cancelled
         self._on_settled = on_settled
         self._on_crash = on_crash
-        self.produced_samples = 0
+        self.produced = Produced()
         self.live: set[LiveGroup] = set()
 
     @property
@@ -91,9 +92,9 @@ class GroupRunner:
             # No await from here on: nothing can come between the freezing and the table.
             samples = group.freeze(cancelled=self._is_cancelled())
             self.live.discard(group)
-            self.produced_samples += sum(
-                s.status is Status.COMPLETED for s in samples if s.index not in row.kept
-            )
+            for sample in samples:
+                if sample.status is Status.COMPLETED and sample.index not in row.kept:
+                    self.produced.add(sample)
             kept = self._filtered(row, samples)
             outcome = self._table.settle(row, kept, clock() - started)
             self._services.instruments.tell("group_ended", row.members, outcome)

@@ -434,6 +434,8 @@ class BatchStatistics:
         dropped: Groups dropped since the batch before, by reason.
         expired: Groups that became too old since then.
         produced_samples: Samples that completed since then.
+        produced_rewards: How many of these have a verdict.
+        produced_reward_sum: Sum of their rewards; of groups too that a filter then dropped.
         produced_tokens: Tokens committed since then.
         tokens_late: Tokens that came after their attempt was given up.
         tokens_rejected: Tokens of unusable answers, or beyond a cap.
@@ -441,7 +443,8 @@ class BatchStatistics:
         tokens_discarded: Tokens that reached no sample: of failed requests, or past a stop string.
         resumed_turns: Turns that went on from a partial.
         unseen_turns: Attempts that were cut without a reply.
-        pause_seconds: Time the gate was closed.
+        seconds: Time since the batch before, or since the engine began.
+        pause_seconds: Of that, time that the gate was closed.
     """
 
     groups: int = 0
@@ -465,6 +468,8 @@ class BatchStatistics:
     dropped: Mapping[str, int] = field(factory=dict[str, int])
     expired: int = 0
     produced_samples: int = 0
+    produced_rewards: int = 0
+    produced_reward_sum: float = 0.0
     produced_tokens: int = 0
     tokens_late: int = 0
     tokens_rejected: int = 0
@@ -472,6 +477,7 @@ class BatchStatistics:
     tokens_discarded: int = 0
     resumed_turns: int = 0
     unseen_turns: int = 0
+    seconds: float = 0.0
     pause_seconds: float = 0.0
 
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from attrs import field, frozen
 
 from ._attempt import TokenCounters
-from ._records import BatchStatistics, Group
+from ._records import BatchStatistics, Group, Sample
 from ._table import GroupTable, Row
 
-__all__ = ["EngineStatistics", "Reading", "TaskStatistics", "batch_statistics", "read"]
+__all__ = ["EngineStatistics", "Produced", "Reading", "TaskStatistics", "batch_statistics", "read"]
 
 
 @frozen(kw_only=True)
@@ -92,6 +92,31 @@ class EngineStatistics:
         return sum(int(getattr(task, name)) for task in self.tasks.values())
 
 
+class Produced:
+    """Counts samples that completed, whatever becomes of their groups.
+
+    Attributes:
+        samples: How many.
+        rewards: How many of them have a verdict.
+        reward_sum: Sum of their rewards.
+    """
+
+    __slots__ = ("reward_sum", "rewards", "samples")
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.rewards = 0
+        self.reward_sum = 0.0
+
+    def add(self, sample: Sample) -> None:
+        """Counts one."""
+        self.samples += 1
+        reward = sample.reward
+        if reward is not None:
+            self.rewards += 1
+            self.reward_sum += reward
+
+
 @frozen
 class Reading:
     """The counters that a batch's figures are differences of."""
@@ -99,6 +124,8 @@ class Reading:
     dropped: Mapping[str, int]
     expired: int
     produced_samples: int
+    produced_rewards: int
+    produced_reward_sum: float
     produced_tokens: int
     late: int
     rejected: int
@@ -107,16 +134,23 @@ class Reading:
     resumed_turns: int
     unseen_turns: int
     pause_seconds: float
+    time: float
 
 
 def read(
-    table: GroupTable, tokens: TokenCounters, produced_samples: int, pause_seconds: float
+    table: GroupTable,
+    tokens: TokenCounters,
+    produced: Produced,
+    pause_seconds: float,
+    time: float,
 ) -> Reading:
-    """Reads the counters of one task."""
+    """Reads the counters of one task, at a time."""
     return Reading(
         dict(table.dropped),
         table.expired,
-        produced_samples,
+        produced.samples,
+        produced.rewards,
+        produced.reward_sum,
         tokens.committed,
         tokens.late,
         tokens.rejected,
@@ -125,6 +159,7 @@ def read(
         tokens.resumed_turns,
         tokens.unseen_turns,
         pause_seconds,
+        time,
     )
 
 
@@ -175,6 +210,10 @@ def batch_statistics(
         dropped={reason: count for reason, count in dropped.items() if count},
         expired=rise("expired"),
         produced_samples=rise("produced_samples"),
+        produced_rewards=rise("produced_rewards"),
+        produced_reward_sum=(
+            sum(r.produced_reward_sum for r in now) - sum(r.produced_reward_sum for r in before)
+        ),
         produced_tokens=rise("produced_tokens"),
         tokens_late=rise("late"),
         tokens_rejected=rise("rejected"),
@@ -182,7 +221,8 @@ def batch_statistics(
         tokens_discarded=rise("discarded"),
         resumed_turns=rise("resumed_turns"),
         unseen_turns=rise("unseen_turns"),
-        # The gate is every task's: the union's pause is that of any one.
+        # The clock and the gate are every task's: the union's time is that of any one.
+        seconds=now[0].time - before[0].time,
         pause_seconds=now[0].pause_seconds - before[0].pause_seconds,
     )
 
