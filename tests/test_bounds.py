@@ -60,6 +60,9 @@ REASONS = ("loop", "inference", "judge", "filtered")
 
 BOUNDS: Mapping[str, int] = {
     # One entry for each task, drop reason, hook, sampling field, prompt of an epoch.
+    "Admission._applicants": TASKS,
+    "Admission._passes": TASKS,
+    "Admission._strides": TASKS,
     "Allocation._owed": TASKS,
     "Allocation._weights": TASKS,
     "Delivery._before": TASKS,
@@ -94,6 +97,7 @@ BOUNDS: Mapping[str, int] = {
     "Gate._in_flight": TURNS,
     "Gate._limits": 2 * LIVE * GROUP,
     "Slots._waiting": LIVE * GROUP,
+    "Slots.calls": LIVE * GROUP,
     "Workers.abandoned": LIVE * GROUP,
     # Tokens of a context: what the policy's 64 hold.
     "Attempt.prompt_ids": 64,
