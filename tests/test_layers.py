@@ -41,6 +41,7 @@ LAYERS: list[list[str]] = [
         "_blocking",
         "_context",
         "_engine",
+        "_eviction",
         "_group",
         "_judging",
         "_loops",

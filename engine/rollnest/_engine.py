@@ -42,6 +42,7 @@ from ._clock import loop_clock
 from ._context import RolloutServices
 from ._continuation import check_training
 from ._delivery import Delivery
+from ._eviction import Eviction
 from ._gate import Gate
 from ._group import GroupRunner
 from ._instruments import Instruments
@@ -80,6 +81,7 @@ class _Parts:
     counters: Mapping[str, TokenCounters]
     delivery: Delivery
     admission: Admission
+    eviction: Eviction
 
 
 class Engine:
@@ -345,10 +347,12 @@ class Engine:
 
         Args:
             mode: What happens to the turns in flight.
-            grace: Seconds until turns that have not ended are cut; they keep what they received.
+            grace: Seconds until turns that have not ended are cut; they keep what they received. With `EVICT`, judgers
+                are cancelled then, too.
 
         Raises:
-            PauseFailed: The controller did not confirm. Production goes on with the old weights.
+            PauseFailed: The controller did not confirm, or evicted groups did not end. Production goes on with the old
+                weights.
             EngineBusy: Another pause is on.
             EngineBroken: The weights are unknown (an update failed or was cancelled), or the controller won't resume.
             EngineClosed: The engine's block is not open.
@@ -361,6 +365,7 @@ class Engine:
             mode,
             grace,
             gate=parts.gate,
+            eviction=parts.eviction,
             controller=self._controller,
             control_timeout=self._control_timeout,
             instruments=self._instruments,
@@ -486,7 +491,6 @@ class Engine:
                     table=table,
                     services=services,
                     judging=judging,
-                    is_cancelled=lambda: self._production.cancel_called,
                     on_settled=partial(self._settled, spec.name),
                     on_crash=partial(self._break, "production failed"),
                 ),
@@ -518,12 +522,15 @@ class Engine:
             is_exhausted=lambda name: producers[name].exhausted,
             on_expired=admission.changed,
         )
-        return _Parts(gate, workers, producers, counters, delivery, admission)
+        eviction = Eviction(producer.runner for producer in producers.values())
+        return _Parts(gate, workers, producers, counters, delivery, admission, eviction)
 
     def _settled(self, task: str) -> None:
         """A group of a task has ended: a batch may be complete, and there may be room for another."""
         self._ready.ring()
-        self._entered().admission.changed(task)
+        parts = self._entered()
+        parts.admission.changed(task)
+        parts.eviction.settled()
 
     def _demand(self, parts: _Parts, shares: Mapping[str, int]) -> None:
         for name, producer in parts.producers.items():

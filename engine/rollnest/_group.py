@@ -7,16 +7,22 @@ ended count as they ended, the others are frozen as ABORTED with everything they
 from __future__ import annotations
 
 import logging
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from anyio import create_task_group, get_cancelled_exc_class
+from anyio import (
+    CancelScope,
+    create_task_group,
+    current_effective_deadline,
+    get_cancelled_exc_class,
+)
 from attrs import evolve
 
 from ._context import RolloutServices
 from ._gate import OverLimit
-from ._judging import Judging
+from ._judging import GroupJudging, Judging
 from ._records import Failure, FailureKind, Group, Prompt, Sample, Status
 from ._response import token_column
 from ._rollout import Rollout
@@ -45,7 +51,6 @@ class GroupRunner:
         table: GroupTable,
         services: RolloutServices,
         judging: Judging | None,
-        is_cancelled: Callable[[], bool],
         on_settled: Callable[[], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
@@ -53,7 +58,6 @@ class GroupRunner:
         self._table = table
         self._services = services
         self._judging = judging
-        self._is_cancelled = is_cancelled
         self._on_settled = on_settled
         self._on_crash = on_crash
         self.produced = Produced()
@@ -73,14 +77,19 @@ class GroupRunner:
     async def run(self, group: LiveGroup) -> None:
         """Runs an admitted group, and settles its row.
 
-        Cancellation: unfinished members become ABORTED; the row waits to be drawn again.
+        Cancellation, by the group's own scope too: unfinished members become ABORTED; the row waits to be drawn again.
         """
-        row = group.row
+        row, cut = group.row, False
         self._services.instruments.tell("group_started", self._spec.name, row.visit)
         clock = self._services.gate.clock
         started = clock()
         try:
-            await group.run()
+            with group.scope:
+                try:
+                    await group.run()
+                finally:
+                    # Asked here, not taken from what was raised: a loop can raise a cancellation of its own.
+                    cut = current_effective_deadline() == -math.inf
         except BaseException as error:
             if any(not isinstance(e, get_cancelled_exc_class()) for e in leaves(error)):
                 # A fault of ours, or an exit. Said before the siblings are cancelled, so that they settle as what
@@ -90,7 +99,7 @@ class GroupRunner:
                 raise
         finally:
             # No await from here on: nothing can come between the freezing and the table.
-            samples = group.freeze(cancelled=self._is_cancelled())
+            samples = group.freeze(cancelled=cut)
             self.live.discard(group)
             for sample in samples:
                 if sample.status is Status.COMPLETED and sample.index not in row.kept:
@@ -121,43 +130,70 @@ class GroupRunner:
 
 
 class LiveGroup:
-    """The members of one row while they run."""
+    """The members of one row while they run.
+
+    Attributes:
+        row: The row.
+        scope: Ends the group; the runner's.
+    """
 
     def __init__(
         self, row: Row, spec: TaskSpec, services: RolloutServices, judging: Judging | None
     ) -> None:
         self.row = row
+        self.scope = CancelScope()
         self._spec = spec
         self._services = services
         self._judging = None if judging is None else judging.of(row.prompt)
         self._rollouts: dict[int, Rollout] = {}
         self._samples: dict[int, Sample] = dict(row.kept)
-        self._unjudged: dict[int, Sample] = {}  # completed, until the group is judged
+        self._unjudged: dict[int, Sample] = dict(row.unjudged)  # completed, until they are judged
+        self._being_judged = 0
+        self._evicted = False
 
     @property
     def policy_tokens(self) -> int:
         """Tokens of the members, ended or not."""
-        rollouts = sum(r.policy_tokens for i, r in self._rollouts.items() if i not in self._samples)
-        return rollouts + sum(sample.policy_tokens for sample in self._samples.values())
+        frozen = self._unjudged | self._samples
+        rollouts = sum(r.policy_tokens for i, r in self._rollouts.items() if i not in frozen)
+        return rollouts + sum(sample.policy_tokens for sample in frozen.values())
+
+    def evict(self, *, at_once: bool) -> None:
+        """Cancels what has not ended; waits for its judgers unless it has to be at once.
+
+        A judger that needs the policy is not waited for: the policy is paused.
+        """
+        self._evicted = True
+        if (at_once or not self._being_judged) and len(self._samples) < self._spec.group_size:
+            self.scope.cancel()
+
+    def spare(self) -> None:
+        """Takes an eviction back that has not cancelled it yet."""
+        self._evicted = False
 
     async def run(self) -> None:
-        missing = [i for i in range(self._spec.group_size) if i not in self._samples]
-        prompt = self.row.prompt
+        members = range(self._spec.group_size)
+        missing = [i for i in members if i not in self._samples and i not in self._unjudged]
+        prompt_ids = array("i")
         try:
-            prompt_ids = await self._prompt_ids(prompt)
+            if missing:
+                prompt_ids = await self._prompt_ids(self.row.prompt)
         except DataError as error:
             for index in missing:
                 self._end(self._rollout(index, array("i")), error)
             return
         for index in missing:
             self._rollouts[index] = self._rollout(index, prompt_ids)
-        if len(missing) == 1:
+        unjudged = list(self._unjudged.values())
+        if len(missing) == 1 and not unjudged:
             await self._run_member(self._rollouts[missing[0]])
         else:
-            async with create_task_group() as members:
+            async with create_task_group() as tasks:
+                for sample in unjudged:
+                    tasks.start_soon(self._judge_member, sample)
                 for index in missing:
                     rollout = self._rollouts[index]
-                    members.start_soon(self._run_member, rollout, name=rollout.uid)
+                    tasks.start_soon(self._run_member, rollout, name=rollout.uid)
         await self._judge_group()
 
     def freeze(self, *, cancelled: bool) -> list[Sample]:
@@ -175,7 +211,7 @@ class LiveGroup:
                 self._samples[index] = evolve(unjudged, status=Status.FAILED, failure=lost)
                 continue
             if unjudged is not None:
-                self._samples[index] = evolve(unjudged, status=Status.ABORTED)
+                self._samples[index] = evolve(unjudged, status=Status.ABORTED, unjudged=True)
                 continue
             rollout = self._rollouts.get(index)
             if rollout is None:  # cancelled before there was anything to run
@@ -259,11 +295,33 @@ class LiveGroup:
         if judging is None or sample.status is not Status.COMPLETED or sample.verdict is not None:
             self._record(sample)
             return
-        sample = await judging.judge(sample)
-        if judging.by_group and sample.status is Status.COMPLETED:
-            self._unjudged[sample.index] = sample
-        else:
-            self._record(sample)
+        self._unjudged[sample.index] = sample
+        await self._judge(judging, sample)
+
+    async def _judge_member(self, sample: Sample) -> None:
+        """Judges a member that was made in an earlier run."""
+        assert self._judging is not None
+        try:
+            await self._judge(self._judging, sample)
+        except BaseExceptionGroup as group:
+            who = f"the judger of {self._spec.name}/{self.row.prompt.uid}"
+            raise _cancellation_alone(who, group) from None
+
+    async def _judge(self, judging: GroupJudging, sample: Sample) -> None:
+        self._being_judged += not judging.uses_policy
+        try:
+            judged = await judging.judge(sample)
+            if not judging.by_group or judged.status is not Status.COMPLETED:
+                del self._unjudged[sample.index]
+                self._record(judged)
+        finally:
+            self._has_judged(judging)
+
+    def _has_judged(self, judging: GroupJudging) -> None:
+        """A judger has answered, or ended, and what it brought is recorded: an eviction may go on."""
+        self._being_judged -= not judging.uses_policy
+        if self._evicted:
+            self.evict(at_once=False)
 
     @property
     def _all_completed(self) -> bool:
@@ -278,16 +336,19 @@ class LiveGroup:
         if judging is None or not judging.by_group or not self._all_completed:
             return
         members = self._samples | self._unjudged
+        self._being_judged += not judging.uses_policy
         try:
             judged = await judging.judge_group([members[index] for index in sorted(members)])
+            for sample in judged:
+                if sample.index in self.row.kept:
+                    self._samples[sample.index] = sample  # told when it was frozen first
+                else:
+                    self._record(sample)
         except BaseExceptionGroup as group:
             who = f"the judger of {self._spec.name}/{self.row.prompt.uid}"
             raise _cancellation_alone(who, group) from None
-        for sample in judged:
-            if sample.index in self.row.kept:
-                self._samples[sample.index] = sample  # told when it was frozen first
-            else:
-                self._record(sample)
+        finally:
+            self._has_judged(judging)
 
     def _end(self, rollout: Rollout, error: Exception) -> None:
         failure = Failure.of(_kind(error), error)

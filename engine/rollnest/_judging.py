@@ -125,6 +125,7 @@ class GroupJudging:
 
     Attributes:
         by_group: Whether a verdict depends on the siblings: members are judged once all of them completed.
+        uses_policy: Whether one of its judgers asks the policy, and so waits while it is paused.
     """
 
     def __init__(self, judging: Judging, root: _Node | Exception) -> None:
@@ -136,6 +137,7 @@ class GroupJudging:
         self._shared = [leaf for leaf in leaves if leaf.by_group]
         self._answers: dict[int, dict[_Leaf, Verdict]] = {}
         self.by_group: bool = bool(self._shared)
+        self.uses_policy: bool = any(leaf.uses_policy for leaf in leaves)
 
     async def verdict(self, sample: Sample) -> Verdict:
         """Returns the verdict of a sample that is judged by itself.

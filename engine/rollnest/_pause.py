@@ -26,6 +26,7 @@ from anyio import (
 from anyio.lowlevel import checkpoint
 
 from ._checks import check_real, check_whole
+from ._eviction import Eviction
 from ._gate import Gate
 from ._instruments import Instruments
 from .abc import InferenceController, PauseMode, WeightSource
@@ -139,6 +140,7 @@ class PauseContext:
         grace: float,
         *,
         gate: Gate,
+        eviction: Eviction,
         controller: InferenceController,
         control_timeout: float,
         instruments: Instruments,
@@ -153,6 +155,7 @@ class PauseContext:
         self._mode = mode
         self._grace = grace
         self._gate = gate
+        self._eviction = eviction
         self._controller = controller
         self._control_timeout = control_timeout
         self._instruments = instruments
@@ -170,8 +173,11 @@ class PauseContext:
         self._gate.close()
         self._instruments.tell("gate_closed", pause.turns_in_flight)
         try:
+            by = started + self._grace + self._control_timeout
             await self._quiet()
-            await self._confirm(by=started + self._grace + self._control_timeout)
+            await self._confirm(by=by)
+            if self._mode is PauseMode.EVICT:
+                await self._evict(judgers_by=started + self._grace, by=by)
             await checkpoint()
         except BaseException as error:
             # Nothing was changed: the old weights serve on, whatever kept the pause from coming about.
@@ -234,7 +240,7 @@ class PauseContext:
             with fail_after(min(self._control_timeout, by - current_time())):
                 with gate.until_quiet():
                     await sleep_forever()
-                await self._controller.pause(self._mode)
+                await self._controller.pause(PauseMode.ABORT)
         except TimeoutError as error:
             late = (
                 f"{len(gate.in_flight)} turns did not end after they were cancelled"
@@ -244,6 +250,23 @@ class PauseContext:
             raise PauseFailed(f"{late} within {self._control_timeout} s") from error
         except Exception as error:
             raise PauseFailed(f"the controller did not pause: {describe(error)}") from error
+
+    async def _evict(self, *, judgers_by: float, by: float) -> None:
+        """Ends all groups: those that are being judged once that is done, or their time is over."""
+        eviction = self._eviction
+        with eviction.begin():
+            with move_on_after(judgers_by - current_time()), eviction.until_settled():
+                await sleep_forever()
+            if not eviction.live:
+                return
+            eviction.hurry()
+            try:
+                with fail_after(by - current_time()), eviction.until_settled():
+                    await sleep_forever()
+            except TimeoutError as error:
+                raise PauseFailed(
+                    f"{eviction.live} groups did not end within {by - judgers_by} s after they were cancelled"
+                ) from error
 
     async def _leave(self, leaving: BaseException | None) -> None:
         """Lets production go on; a controller that can't breaks the engine."""

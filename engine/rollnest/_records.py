@@ -280,6 +280,8 @@ class Sample:
         finish_reason: Why it ended: the last turn's reason, or what the loop gave to `finish`.
         verdict: The judger's answer; only a completed sample has one.
         failure: Why it failed; only a failed sample has one.
+        unjudged: Whether an aborted sample lacks its verdict only: its loop had returned. It is judged, and not made
+            again, when its group is drawn again.
         sampling: The task's sampling.
         logprobs_mode: What its logprobs are: `"processed"` (of the distribution that was sampled from) or `"raw"`
             (before temperature and filters).
@@ -298,6 +300,7 @@ class Sample:
     finish_reason: str | None = None
     verdict: Verdict | None = None
     failure: Failure | None = None
+    unjudged: bool = False
     sampling: Sampling | None = field(default=None, repr=False)
     logprobs_mode: Literal["raw", "processed"] = "processed"
     generate_seconds: float = 0.0
@@ -323,6 +326,11 @@ class Sample:
         if (self.failure is not None) != (self.status is Status.FAILED):
             raise ValueError(
                 f"exactly FAILED samples carry a failure, got {self.status.name}, {self.failure}"
+            )
+        if self.unjudged and not (self.status is Status.ABORTED and self.policy_tokens):
+            raise ValueError(
+                f"only an ABORTED sample with an answer can be unjudged, got {self.status.name} "
+                f"with {self.policy_tokens} tokens"
             )
 
     @property

@@ -55,18 +55,20 @@ class Row:
         visit: Number of the visit in its task.
         state: Where it stands.
         kept: Members of an earlier run that are still good, by index.
+        unjudged: Members of an earlier run that lack their verdict only, by index.
         group: The frozen members, once they have all ended.
         expiries: How often it became too old.
         seconds: Time from its start to its end, over all runs.
     """
 
-    __slots__ = ("expiries", "group", "kept", "prompt", "seconds", "state", "visit")
+    __slots__ = ("expiries", "group", "kept", "prompt", "seconds", "state", "unjudged", "visit")
 
     def __init__(self, prompt: Prompt, visit: int) -> None:
         self.prompt = prompt
         self.visit = visit
         self.state = RowState.FLIGHT
         self.kept: dict[int, Sample] = {}
+        self.unjudged: dict[int, Sample] = {}
         self.group: Group | None = None
         self.expiries = 0
         self.seconds = 0.0
@@ -117,7 +119,9 @@ class GroupTable:
         self._ready: list[
             tuple[int, int, Row]
         ] = []  # a heap: oldest version first, then oldest visit
-        self._waiting: deque[Row] = deque()
+        # Both are drawn again before fresh prompts, the expired ones first.
+        self._expired: deque[Row] = deque()
+        self._aborted: deque[Row] = deque()
 
     @property
     def ready(self) -> int:
@@ -127,13 +131,14 @@ class GroupTable:
     @property
     def waiting(self) -> int:
         """How many rows wait to be drawn again."""
-        return len(self._waiting)
+        return len(self._expired) + len(self._aborted)
 
     @property
     def parked(self) -> Iterator[Row]:
         """Ready and waiting rows."""
         yield from (row for _, _, row in self._ready)
-        yield from self._waiting
+        yield from self._expired
+        yield from self._aborted
 
     def draw(self, prompt: Prompt) -> Row:
         """Enters a fresh visit, in flight."""
@@ -143,17 +148,26 @@ class GroupTable:
         return row
 
     def redraw(self) -> Row | None:
-        """Puts the row that waited longest in flight again; `None` if none waits.
+        """Puts a row that waits in flight again, expired ones first, then the one that waited longest.
 
         Members that are not complete are given up: they start anew.
+
+        Returns:
+            The row, or `None` if none waits.
         """
-        if not self._waiting:
+        if not self.waiting:
             return None
-        row = self._waiting.popleft()
-        row.kept = {s.index: s for s in row.members.samples if s.status is Status.COMPLETED}
-        given_up = _tokens(row) - sum(s.policy_tokens for s in row.kept.values())
-        self.dropped_tokens += given_up
-        self.expired_tokens += given_up
+        row = (self._expired or self._aborted).popleft()
+        for sample in row.members.samples:
+            if sample.status is Status.COMPLETED:
+                row.kept[sample.index] = sample
+            elif sample.unjudged:
+                whole = evolve(sample, status=Status.COMPLETED, unjudged=False)
+                row.unjudged[sample.index] = whole
+            else:
+                self.dropped_tokens += sample.policy_tokens
+                if sample.status is Status.EXPIRED:
+                    self.expired_tokens += sample.policy_tokens
         row.group = None
         row.state = RowState.FLIGHT
         self.flight[row.visit] = row
@@ -169,7 +183,7 @@ class GroupTable:
             `"ready"`, `"waiting"`, or the reason it was dropped.
         """
         del self.flight[row.visit]
-        row.kept = {}
+        row.kept, row.unjudged = {}, {}
         row.seconds += seconds
         row.group = group = Group(self.task, row.prompt, row.visit, samples)
         match group.status:
@@ -189,7 +203,7 @@ class GroupTable:
                 return FILTERED
             case _:
                 row.state = RowState.WAITING
-                self._waiting.append(row)
+                self._aborted.append(row)
                 return "waiting"
 
     def expire(self, version: int) -> int:
@@ -209,7 +223,7 @@ class GroupTable:
                 self._drop(row, EXPIRED)
             else:
                 row.state = RowState.WAITING
-                self._waiting.append(row)
+                self._expired.append(row)
             count += 1
         return count
 

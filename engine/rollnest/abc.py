@@ -44,10 +44,14 @@ class PauseMode(Enum):
     Attributes:
         ABORT: The server is asked to abort and returns the partials; each turn keeps its own, waits at the gate
             and goes on from there with what remains of its budget.
+        EVICT: As `ABORT`, and then the groups themselves are ended, so that nothing of them is left running. What they
+            made is kept in the table, and they are drawn again before fresh prompts. Judgers get what is left of
+            `grace`; a sample that they have not judged by then is judged when its group is drawn again.
         WAIT: They run to their end, for `grace` seconds at most; what is left then is treated as by `ABORT`.
     """
 
     ABORT = "abort"
+    EVICT = "evict"
     WAIT = "wait"
 
 

@@ -167,7 +167,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "_table.py",
             "                row.state = RowState.WAITING\n"
-            "                self._waiting.append(row)\n"
+            "                self._aborted.append(row)\n"
             '                return "waiting"',
             '                row.state = RowState.WAITING\n                return "waiting"',
         ),
@@ -186,8 +186,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a settled group wakes nobody",
         (
             "_engine.py",
-            "        self._ready.ring()\n        self._entered().admission.changed(task)",
-            "        self._entered().admission.changed(task)",
+            "        self._ready.ring()\n        parts = self._entered()",
+            "        parts = self._entered()",
         ),
     ),
     _mutant(
@@ -266,7 +266,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "the block begins before the controller has confirmed",
         (
             "_pause.py",
-            "                await self._controller.pause(self._mode)\n",
+            "                await self._controller.pause(PauseMode.ABORT)\n",
             "                pass\n",
         ),
     ),
