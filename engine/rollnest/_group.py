@@ -79,17 +79,13 @@ class GroupRunner:
 
         Cancellation, by the group's own scope too: unfinished members become ABORTED; the row waits to be drawn again.
         """
-        row, cut = group.row, False
+        row = group.row
         self._services.instruments.tell("group_started", self._spec.name, row.visit)
         clock = self._services.gate.clock
         started = clock()
         try:
             with group.scope:
-                try:
-                    await group.run()
-                finally:
-                    # Asked here, not taken from what was raised: a loop can raise a cancellation of its own.
-                    cut = current_effective_deadline() == -math.inf
+                await group.run()
         except BaseException as error:
             if any(not isinstance(e, get_cancelled_exc_class()) for e in leaves(error)):
                 # A fault of ours, or an exit. Said before the siblings are cancelled, so that they settle as what
@@ -99,6 +95,8 @@ class GroupRunner:
                 raise
         finally:
             # No await from here on: nothing can come between the freezing and the table.
+            # Who was cancelled is asked, not taken from what was raised: a loop can raise a cancellation of its own.
+            cut = group.scope.cancel_called or current_effective_deadline() == -math.inf
             samples = group.freeze(cancelled=cut)
             self.live.discard(group)
             for sample in samples:
