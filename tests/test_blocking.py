@@ -56,6 +56,7 @@ def test_batches_until_the_end(backend: str) -> None:
         with pytest.raises(EndOfPrompts):
             blocking.next_batch()
         assert blocking.statistics().batches == 3
+        assert blocking.tree().state == "open"
     assert controller.log[-1] == ("exit", 0)
     assert_conserved(engine, committed=controller.committed)
     assert no_thread_left()

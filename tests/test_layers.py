@@ -32,6 +32,7 @@ LAYERS: list[list[str]] = [
         "_strategies",
         "_table",
         "_tools",
+        "_tree",
         "advantages",
     ],
     # 2: primitives

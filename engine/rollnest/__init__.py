@@ -45,5 +45,15 @@ from ._task import TaskSpec as TaskSpec
 from ._tools import HermesToolParser as HermesToolParser
 from ._tools import Tool as Tool
 from ._tools import ToolParser as ToolParser
+from ._tree import ConsumerTree as ConsumerTree
+from ._tree import EngineTree as EngineTree
+from ._tree import GroupTree as GroupTree
+from ._tree import HolderTree as HolderTree
+from ._tree import PauseTree as PauseTree
+from ._tree import SampleTree as SampleTree
+from ._tree import SlotsTree as SlotsTree
+from ._tree import TaskTree as TaskTree
+from ._tree import Wait as Wait
+from ._tree import WaitKind as WaitKind
 from .abc import Capabilities as Capabilities
 from .abc import PauseMode as PauseMode

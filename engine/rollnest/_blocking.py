@@ -20,6 +20,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from ._pause import Pause
 from ._records import Batch
 from ._statistics import EngineStatistics
+from ._tree import EngineTree
 from .abc import PauseMode, WeightSource
 from .errors import EndOfPrompts, EngineClosed
 
@@ -128,6 +129,14 @@ class BlockingEngine:
             return self._engine.statistics()
 
         return self.call(read)
+
+    def tree(self) -> EngineTree:
+        """See `Engine.tree`."""
+
+        async def look() -> EngineTree:
+            return self._engine.tree()
+
+        return self.call(look)
 
     def _running(self) -> BlockingPortal:
         if self._portal is None:

@@ -23,6 +23,7 @@ from ._options import Limits, Sampling
 from ._records import Failure, Message, Prompt, Segment, Turn
 from ._response import Response, token_column
 from ._slots import Slots
+from ._tree import Wait
 from ._workers import Workers
 from .abc import Capabilities, InferenceController, Tokenizer
 from .errors import DataError, InferenceError, LoopError, UnsupportedSampling, describe
@@ -70,6 +71,7 @@ class RolloutCore:
         failure: Why the loop failed it; `None` if it did not.
         cut: Whether the budget ended it.
         frozen: Whether its sample was made.
+        since: When it went back to the loop's own code.
     """
 
     __slots__ = (
@@ -81,6 +83,7 @@ class RolloutCore:
         "frozen",
         "prompt",
         "services",
+        "since",
         "turns",
         "uid",
     )
@@ -96,11 +99,21 @@ class RolloutCore:
         self.failure: Failure | None = None
         self.cut = False
         self.frozen = False
+        self.since = services.gate.clock()
 
     @property
     def ended(self) -> bool:
         """Whether the loop or the budget ended it, or its sample was made."""
         return self.cut or self.frozen or self.finish_reason is not None or self.failure is not None
+
+    def rest(self, now: float, *, judged: bool) -> Wait:
+        """What it waits for while it has called nothing."""
+        seconds = now - self.since
+        if judged:
+            return Wait("siblings", seconds, "its siblings, to be judged with them")
+        if self.frozen:
+            return Wait("judger", seconds, "its judging")
+        return Wait("loop", seconds, "its agent loop")
 
     def open(
         self,
@@ -150,6 +163,7 @@ class Context:
         "_reserved",
         "_response",
         "_running",
+        "_since",
         "_tools",
     )
 
@@ -171,6 +185,7 @@ class Context:
         self._begun = 0  # where the turn that is running began
         self._reserved = 0  # how far the turn that is running may take the response
         self._running: Attempt | None = None
+        self._since = 0.0  # when the turn began to wait for the gate, or went through
 
     @property
     def messages(self) -> tuple[Message, ...] | None:
@@ -192,6 +207,11 @@ class Context:
         """Tokens that the policy sampled in it so far, those of a running attempt too."""
         running = 0 if self._running is None else len(self._running.received)
         return self._response.policy_tokens + running
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest weight version among the policy's tokens; `None` without any."""
+        return self._response.oldest_version
 
     @property
     def spoken_for(self) -> int:
@@ -255,6 +275,7 @@ class Context:
         start = len(self._response)
         cap = min(max_tokens or sampling.max_tokens, self.remaining)
         self._busy = True
+        self._since = core.services.gate.clock()
         self._begun = start
         self._reserved = start + cap
         done: Turn | None = None
@@ -263,6 +284,7 @@ class Context:
             return turn
         finally:
             self._busy = False
+            core.since = core.services.gate.clock()
             self._reserved = 0
             end = len(self._response)
             if done is None and end > start:
@@ -330,6 +352,14 @@ class Context:
         whole = [*known, *messages]
         return self._core.open(tokenizer.render(whole, tools=self._tools), whole, self._tools)
 
+    def wait(self, now: float) -> Wait:
+        """What its running turn waits for."""
+        gate, attempt = self._core.services.gate, self._running
+        if attempt is not None:
+            known = f"{len(attempt.received)} of {attempt.max_tokens} tokens, v{attempt.version}"
+            return Wait("server", now - self._since, f"the server ({known}, attempt {attempt.id})")
+        return gate.wait(now - self._since)
+
     def snapshot(self, *, trim: bool) -> Segment:
         """What is there now, without a turn that is still running; the context goes on."""
         response = self._response[: self._begun] if self._busy else self._response[:]
@@ -360,6 +390,8 @@ class Context:
             attempt, stopped = await self._run_attempt(sampling, start, cap - got, limit)
             attempts += 1
             reason = "stop" if stopped else self._reason(attempt, sampling, start)
+            if reason is None:
+                self._since = services.gate.clock()
             if reason is None and not attempt.received:
                 asked = services.gate.closed or services.gate.epoch != epoch
                 empty = 0 if asked else empty + 1
@@ -406,6 +438,7 @@ class Context:
             attempt = self._attempt(sampling, start, cap, number)
             usable = True
             self._running = attempt
+            self._since = services.gate.clock()
             services.instruments.tell("turn_started", attempt)
             return attempt
 

@@ -52,10 +52,11 @@ from ._pause import Pause, PauseContext
 from ._producer import Producer
 from ._records import Batch
 from ._sampler import Sampler
-from ._slots import Slots
+from ._slots import Call, Slots
 from ._statistics import EngineStatistics, Reading, TaskStatistics, read
 from ._table import EXPIRED_RETRIES, GroupTable
 from ._task import TaskSpec
+from ._tree import ConsumerTree, EngineTree
 from ._workers import Workers
 from .abc import InferenceController, Instrument, PauseMode, Tokenizer
 from .errors import EndOfPrompts, EngineBroken, EngineBusy, EngineClosed, Starved, describe, leaves
@@ -82,6 +83,8 @@ class _Parts:
     delivery: Delivery
     admission: Admission
     eviction: Eviction
+    judge_slots: Slots
+    tool_slots: Slots
 
 
 class Engine:
@@ -156,8 +159,8 @@ class Engine:
         self._causes: list[BaseException] = []
         self._broken = ""
         self._told = False  # whether a call has raised `EngineBroken`
-        self._consuming = False
-        self._pausing = False
+        self._consumer: tuple[int, float] | None = None  # the groups asked for, and since when
+        self._pausing: PauseContext | None = None
         self._parts: _Parts | None = None
 
     # The block
@@ -293,7 +296,7 @@ class Engine:
         check_whole("n", n, 1)
         await checkpoint()
         parts = self._usable()
-        if self._consuming:
+        if self._consumer is not None:
             raise EngineBusy("next_batch() is waiting already; only one call at a time")
         if parts.gate.closed and not wait_in_pause:
             batch = parts.delivery.take(n, parts.gate.version)
@@ -303,7 +306,7 @@ class Engine:
                     f"the gate is closed, and {ready} of {n} groups are ready", ready=ready, asked=n
                 )
             return self._handed_over(parts, batch)
-        self._consuming = True
+        self._consumer = n, parts.gate.clock()
         try:
             while True:
                 self._demand(parts, parts.delivery.plan(n).groups)
@@ -314,7 +317,7 @@ class Engine:
                 await self._ready.wait()
                 self._usable()
         finally:
-            self._consuming = False
+            self._consumer = None
             self._demand(parts, {})
 
     def batches(self, n: int | None = None) -> AsyncIterator[Batch]:
@@ -391,6 +394,46 @@ class Engine:
             },
         )
 
+    def tree(self) -> EngineTree:
+        """Returns everything that lives in the engine, and what each of it waits for; printed, it is a page of text.
+
+        It may be called at any moment: before, in and after the block, in a pause, by an instrument, of an engine that
+        is broken. It takes time in proportion to what lives, and changes nothing.
+        """
+        state = f"broken: {self._broken}" if self._broken else self._state.value
+        parts = self._parts
+        if parts is None:
+            return EngineTree(state=state, version=self.version)
+        now = parts.gate.clock()
+        calls: dict[object, list[Call]] = {}
+        for slots in (parts.judge_slots, parts.tool_slots):
+            for call in slots.calls:
+                calls.setdefault(call.by, []).append(call)
+        return EngineTree(
+            state=state,
+            version=parts.gate.version,
+            turns_in_flight=len(parts.gate.in_flight),
+            pause=None if self._pausing is None else self._pausing.tree(now),
+            consumer=None
+            if self._consumer is None
+            else self._consumer_tree(parts, *self._consumer),
+            slots={
+                "turn": parts.gate.slots.tree(now),
+                "judge": parts.judge_slots.tree(now),
+                "tool": parts.tool_slots.tree(now),
+            },
+            tasks={name: producer.tree(now, calls) for name, producer in parts.producers.items()},
+            uncommitted=tuple(parts.delivery.uncommitted),
+        )
+
+    def _consumer_tree(self, parts: _Parts, groups: int, since: float) -> ConsumerTree:
+        lacking = {
+            name: producer.demand - producer.table.ready
+            for name, producer in parts.producers.items()
+            if producer.demand > producer.table.ready
+        }
+        return ConsumerTree(groups=groups, lacking=lacking, seconds=parts.gate.clock() - since)
+
     def blocking(self, backend: str = "asyncio") -> BlockingEngine:
         """Returns a context manager for ordinary synchronous code; the engine runs in a thread of its own.
 
@@ -432,8 +475,8 @@ class Engine:
         clock = loop_clock()
         gate = Gate(version=self._first_version, slots=Slots(self._capacity.turns), clock=clock)
         workers = Workers()
-        judge_slots = Slots(self._capacity.judges, clock)
-        tool_slots = Slots(self._capacity.tools, clock)
+        judge_slots = Slots(self._capacity.judges, clock, name="judge slot")
+        tool_slots = Slots(self._capacity.tools, clock, name="tool slot")
         weights = {spec.name: spec.weight for spec in self._specs}
         allocation = Allocation(weights, self._allocate)
         admission = Admission(self._capacity.groups, weights)
@@ -523,7 +566,17 @@ class Engine:
             on_expired=admission.changed,
         )
         eviction = Eviction(producer.runner for producer in producers.values())
-        return _Parts(gate, workers, producers, counters, delivery, admission, eviction)
+        return _Parts(
+            gate,
+            workers,
+            producers,
+            counters,
+            delivery,
+            admission,
+            eviction,
+            judge_slots,
+            tool_slots,
+        )
 
     def _settled(self, task: str) -> None:
         """A group of a task has ended: a batch may be complete, and there may be room for another."""
@@ -545,14 +598,14 @@ class Engine:
             producer.wake()
         return batch
 
-    def _claim_pause(self) -> None:
+    def _claim_pause(self, pause: PauseContext) -> None:
         self._usable()
-        if self._pausing:
+        if self._pausing is not None:
             raise EngineBusy("paused() is on already; only one at a time")
-        self._pausing = True
+        self._pausing = pause
 
     def _release_pause(self) -> None:
-        self._pausing = False
+        self._pausing = None
         for producer in self._entered().producers.values():
             producer.wake()
         self._ready.ring()

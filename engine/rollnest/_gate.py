@@ -18,6 +18,7 @@ from anyio import CancelScope, Event, current_time
 
 from ._attempt import Attempt
 from ._slots import Slots
+from ._tree import Wait
 from .errors import InferenceError
 
 __all__ = ["Gate", "Limit", "OverLimit"]
@@ -76,6 +77,14 @@ class Gate:
             limit.go()
         opened, self._opened = self._opened, Event()
         opened.set()
+
+    def wait(self, seconds: float) -> Wait:
+        """What it is to wait for being let through, for so long."""
+        if not self.closed:
+            return self.slots.wait(seconds)
+        return Wait(
+            "gate", seconds, f"the gate (closed for {self.clock() - self.closed_since:.1f} s)"
+        )
 
     async def wait_open(self) -> None:
         """Waits until the gate is open; look at it again after any other await."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 from anyio import (
@@ -30,6 +30,7 @@ from ._slots import Call, Slots
 from ._statistics import Produced
 from ._table import GroupTable, Row
 from ._task import TaskSpec
+from ._tree import GroupTree, SampleTree, Wait
 from .errors import DataError, InferenceError, JudgeError, LoopError, ToolError, describe, leaves
 
 __all__ = ["GroupRunner", "LiveGroup"]
@@ -82,7 +83,6 @@ class GroupRunner:
         row = group.row
         self._services.instruments.tell("group_started", self._spec.name, row.visit)
         clock = self._services.gate.clock
-        started = clock()
         try:
             with group.scope:
                 await group.run()
@@ -103,7 +103,7 @@ class GroupRunner:
                 if sample.status is Status.COMPLETED and sample.index not in row.kept:
                     self.produced.add(sample)
             kept = self._filtered(row, samples)
-            outcome = self._table.settle(row, kept, clock() - started)
+            outcome = self._table.settle(row, kept, clock() - group.started)
             self._services.instruments.tell("group_ended", row.members, outcome)
             self._on_settled()
 
@@ -140,6 +140,7 @@ class LiveGroup:
     ) -> None:
         self.row = row
         self.scope = CancelScope()
+        self.started = services.gate.clock()
         self._spec = spec
         self._services = services
         self._judging = None if judging is None else judging.of(row.prompt)
@@ -168,6 +169,36 @@ class LiveGroup:
     def spare(self) -> None:
         """Takes an eviction back that has not cancelled it yet."""
         self._evicted = False
+
+    def tree(self, now: float, calls: Mapping[object, Sequence[Call]]) -> GroupTree:
+        """Where it stands; with the calls that hold or wait for slots, by who waits for them."""
+        row, judging = self.row, calls.get(self._judging, ())
+        uid = f"{self._spec.name}/{row.prompt.uid}/{row.visit}"
+        samples: list[SampleTree] = []
+        for index in range(self._spec.group_size):
+            ended, rollout = self._samples.get(index), self._rollouts.get(index)
+            unjudged = self._unjudged.get(index)
+            own = [c for c in judging if isinstance(c.of, Sample) and c.of.index == index]
+            if ended is not None:
+                samples.append(_ended(ended))
+            elif rollout is not None:
+                samples.append(rollout.tree(now, calls, own, judged=unjudged is not None))
+            elif unjudged is not None:  # generated in an earlier run
+                waits = [call.wait(now) for call in own] or [
+                    Wait("siblings", now - self.started, "its judging, with its siblings")
+                ]
+                samples.append(evolve(_ended(unjudged), status="live", waits=tuple(waits)))
+        waits = [call.wait(now) for call in judging if not isinstance(call.of, Sample)]
+        if not self._rollouts and len(samples) < self._spec.group_size:
+            waits.append(Wait("prompt", now - self.started, "its prompt's tokens"))
+        return GroupTree(
+            uid=uid,
+            visit=row.visit,
+            prompt=row.prompt.uid,
+            seconds=now - self.started,
+            samples=tuple(samples),
+            waits=tuple(waits),
+        )
 
     async def run(self) -> None:
         members = range(self._spec.group_size)
@@ -355,6 +386,17 @@ class LiveGroup:
     def _record(self, sample: Sample) -> None:
         self._samples[sample.index] = sample
         self._services.instruments.tell("sample_ended", sample)
+
+
+def _ended(sample: Sample) -> SampleTree:
+    return SampleTree(
+        uid=sample.uid,
+        index=sample.index,
+        status=sample.status.value,
+        turns=len(sample.turns),
+        tokens=sample.policy_tokens,
+        version=sample.oldest_version,
+    )
 
 
 def _cancellation_alone(

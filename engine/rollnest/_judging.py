@@ -23,6 +23,7 @@ from ._gate import Gate, OverLimit
 from ._judgers import is_composite, judges_groups
 from ._records import Failure, Prompt, Sample, Status, Verdict
 from ._slots import Call, Named, Slots
+from ._tree import Wait
 from ._workers import Workers
 from .abc import BatchJudger, CompositeJudger, Judger, JudgerLike
 from .errors import JudgeError, describe
@@ -358,6 +359,9 @@ class _PolicySlots(Slots):
             if not self._gate.closed:
                 return
             self._slots.release()  # a pause began while this one waited for its slot
+
+    def wait(self, seconds: float) -> Wait:
+        return self._gate.wait(seconds) if self._gate.closed else self._slots.wait(seconds)
 
     def release(self) -> None:
         self._slots.release()

@@ -19,6 +19,7 @@ from anyio import (
     current_time,
     fail_after,
     get_cancelled_exc_class,
+    get_current_task,
     move_on_after,
     sleep,
     sleep_forever,
@@ -29,6 +30,7 @@ from ._checks import check_real, check_whole
 from ._eviction import Eviction
 from ._gate import Gate
 from ._instruments import Instruments
+from ._tree import PauseTree
 from .abc import InferenceController, PauseMode, WeightSource
 from .errors import (
     EngineBusy,
@@ -144,7 +146,7 @@ class PauseContext:
         controller: InferenceController,
         control_timeout: float,
         instruments: Instruments,
-        claim: Callable[[], None],
+        claim: Callable[[PauseContext], None],
         release: Callable[[], None],
         break_engine: Callable[[str, BaseException], None],
         check: Callable[[], None],
@@ -164,10 +166,13 @@ class PauseContext:
         self._break_engine = break_engine
         self._check = check
         self._pause: Pause | None = None
+        self._phase = "quiet"
+        self._by = ""
         self._moved: int | None = None
 
     async def __aenter__(self) -> Pause:
-        self._claim()
+        self._claim(self)
+        self._by = get_current_task().name or "a task without a name"
         started = current_time()
         pause = Pause(self._gate, self._controller, self._control_timeout)
         self._gate.close()
@@ -175,8 +180,10 @@ class PauseContext:
         try:
             by = started + self._grace + self._control_timeout
             await self._quiet()
+            self._phase = "confirm"
             await self._confirm(by=by)
             if self._mode is PauseMode.EVICT:
+                self._phase = "evict"
                 await self._evict(judgers_by=started + self._grace, by=by)
             await checkpoint()
         except BaseException as error:
@@ -186,6 +193,7 @@ class PauseContext:
         pause.quiet_seconds = current_time() - started
         pause.open = True
         self._pause = pause
+        self._phase = "body"
         self._instruments.tell("paused", pause.quiet_seconds)
         return pause
 
@@ -208,6 +216,16 @@ class PauseContext:
             return
         self._moved = pause.moved
         await self._leave(exc)
+
+    def tree(self, now: float) -> PauseTree:
+        """Where it stands."""
+        return PauseTree(
+            mode=self._mode.name,
+            phase=self._phase,
+            by=self._by,
+            seconds=now - self._gate.closed_since,
+            turns_in_flight=len(self._gate.in_flight),
+        )
 
     async def _quiet(self) -> None:
         """Brings the turns in flight to rest: within `grace`, and `WAIT` within half a `control_timeout` more."""
@@ -271,6 +289,7 @@ class PauseContext:
     async def _leave(self, leaving: BaseException | None) -> None:
         """Lets production go on; a controller that can't breaks the engine."""
         known = False
+        self._phase = "leaving"
         try:
             try:
                 failure = await self._resume()

@@ -6,7 +6,7 @@ first, then fresh prompts. Before every draw it looks whether it is cancelled, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from anyio import create_task_group
 from anyio.abc import TaskGroup
@@ -17,9 +17,11 @@ from ._bell import Bell
 from ._gate import Gate
 from ._group import GroupRunner
 from ._sampler import Sampler
+from ._slots import Call
 from ._strategies import Production
 from ._table import GroupTable, Row
 from ._task import TaskSpec
+from ._tree import TaskTree
 
 __all__ = ["Producer"]
 
@@ -115,6 +117,38 @@ class Producer:
     def wake(self) -> None:
         """Has the producer look again for how many groups it may start."""
         self.bell.ring()
+
+    def tree(self, now: float, calls: Mapping[object, Sequence[Call]]) -> TaskTree:
+        """Where its groups stand; with the calls that hold or wait for slots, by who waits for them."""
+        table, room = self.table, self.room
+        groups = sorted(self.runner.live, key=lambda group: (group.started, group.row.visit))
+        return TaskTree(
+            demand=self.demand,
+            flight=len(table.flight),
+            ready=table.ready,
+            waiting=table.waiting,
+            room=room,
+            idle=self._idle(room),
+            groups=tuple(group.tree(now, calls) for group in groups),
+        )
+
+    def _idle(self, room: int) -> str | None:
+        """Why no group may start."""
+        if self._gate.closed:
+            return "the gate is closed"
+        if self.starved:
+            return f"{self.table.dropped_in_a_row.total()} groups in a row were unusable"
+        if self._sampler.exhausted and not self.table.waiting:
+            return "its prompts are used up"
+        if room > 0:
+            return None
+        if self.wanted:
+            return (
+                f"all of the engine's {self._admission.bound} groups run, or another task is first"
+            )
+        if not self.demand and not self.table.flight and not self.table.ready:
+            return "no batch is asked for"
+        return "what is in flight and ready is enough"
 
     async def run(self) -> None:
         """Starts groups for ever.

@@ -22,6 +22,7 @@ from ._options import Sampling
 from ._records import Failure, Message, Prompt, Sample, Segment, Status, Turn, Verdict
 from ._response import Response
 from ._slots import Call
+from ._tree import SampleTree
 from .errors import LoopError, ToolError, describe
 
 __all__ = ["Rollout"]
@@ -65,7 +66,7 @@ class Rollout:
         )
         self._visit = visit
         self._index = index
-        self._started = services.gate.clock()
+        self._started = core.since
         self._current = core.open_checked(prompt_ids, prompt.messages, tools)
         self._frozen: tuple[Segment, ...] | None = None  # once its sample was made
         self._random: Random | None = None
@@ -196,6 +197,8 @@ class Rollout:
             raise ToolError(f"tool {name} took over {services.limits.tool} s") from error
         except Exception as error:
             raise ToolError(f"tool {name} raised {describe(error)}") from error
+        finally:
+            self._core.since = services.gate.clock()
 
     def score(self, value: float, /, **parts: float) -> None:
         """Sets the sample's verdict; the task's judger isn't asked then. Calling it again replaces it.
@@ -268,6 +271,39 @@ class Rollout:
         if self._frozen is not None:
             return sum([segment.response.policy_tokens for segment in self._frozen])
         return sum([context.policy_tokens for context in self._core.contexts])
+
+    def tree(
+        self,
+        now: float,
+        calls: Mapping[object, Sequence[Call]],
+        judging: Sequence[Call],
+        *,
+        judged: bool,
+    ) -> SampleTree:
+        """Where it stands.
+
+        Args:
+            now: The event loop's time.
+            calls: Calls of tools, by who waits for them.
+            judging: Calls of judgers that it waits for.
+            judged: Whether it has ended, and was judged as far as it can be without its siblings.
+        """
+        core = self._core
+        waits = [context.wait(now) for context in core.contexts if context.busy]
+        waits += [call.wait(now) for call in (*calls.get(core, ()), *judging)]
+        if not waits:
+            waits = [core.rest(now, judged=judged)]
+        responses = [segment.response for segment in self._frozen or ()]
+        versions = [part.oldest_version for part in responses or core.contexts]
+        return SampleTree(
+            uid=core.uid,
+            index=self._index,
+            status="live",
+            turns=len(core.turns),
+            tokens=self.policy_tokens,
+            version=min((v for v in versions if v is not None), default=None),
+            waits=tuple(waits),
+        )
 
     def freeze(self, status: Status, failure: Failure | None = None) -> Sample:
         """Ends the rollout; its responses are sealed.

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from anyio import CancelScope, Semaphore, current_time
 
+from ._tree import HolderTree, SlotsTree, Wait, WaitKind
+
 __all__ = ["Call", "Named", "Slots", "SlotsLost"]
 
 
@@ -31,13 +33,21 @@ class Slots:
         used: Slots that are taken.
         lost: Of those, held by threads whose caller has gone.
         calls: Calls that wait for a slot, or hold one, in the order in which they came.
+        name: What one is called.
         policy: Whether they are taken only while the gate is open.
     """
 
     policy: bool = False
 
-    def __init__(self, size: int | None, clock: Callable[[], float] = current_time) -> None:
+    def __init__(
+        self,
+        size: int | None,
+        clock: Callable[[], float] = current_time,
+        *,
+        name: WaitKind = "turn slot",
+    ) -> None:
         self.size = size
+        self.name: WaitKind = name
         self.clock = clock
         self.calls: dict[Call, None] = {}
         self.used: int = 0
@@ -92,6 +102,24 @@ class Slots:
         for scope in self._waiting:
             scope.deadline = math.inf
         self.release()
+
+    def tree(self, now: float) -> SlotsTree:
+        """Who uses them."""
+        return SlotsTree(
+            size=self.size,
+            used=self.used,
+            waiting=0 if self._semaphore is None else self._semaphore.statistics().tasks_waiting,
+            holders=tuple(
+                HolderTree(name=call.name, seconds=now - call.since, abandoned=call.abandoned)
+                for call in self.calls
+                if call.running
+            ),
+        )
+
+    def wait(self, seconds: float) -> Wait:
+        """What it is to wait for one."""
+        size = "" if self.size is None else f" ({self.used} of {self.size} used)"
+        return Wait(self.name, seconds, f"a {self.name}{size}")
 
     async def _wait(self, semaphore: Semaphore, patience: float) -> None:
         with CancelScope() as scope:
@@ -160,6 +188,14 @@ class Call:
     def name(self) -> str:
         """What is called, and for whom."""
         return f"{self.what} of {self.of.uid}"
+
+    def wait(self, now: float) -> Wait:
+        """What whoever called waits for."""
+        seconds = now - self.since
+        if not self.running:
+            return self.slots.wait(seconds)
+        kind: WaitKind = "tool" if self.slots.name == "tool slot" else "judger"
+        return Wait(kind, seconds, f"its {self.what}")
 
     async def begin(self, patience: float | None = None) -> None:
         """Takes the slot; see `Slots.acquire`."""
