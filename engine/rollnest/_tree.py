@@ -109,7 +109,8 @@ class PauseTree:
     Attributes:
         mode: What becomes of the turns in flight.
         phase: `"quiet"` (turns are brought to rest), `"confirm"` (the controller is asked to stop), `"evict"`
-            (groups are cancelled and settle), `"body"` (the block runs) or `"leaving"` (the controller is asked to resume).
+            (groups are cancelled and settle), `"body"` (the block runs) or `"leaving"` (the controller is asked to
+            resume).
         by: The task that pauses.
         seconds: Since the gate closed.
         turns_in_flight: Turns that are not back yet.
@@ -129,7 +130,8 @@ class PauseTree:
             "body": "its block runs",
             "leaving": "waits for the controller to resume",
         }
-        return f"paused({self.mode}) by {self.by}, {self.seconds:.1f} s: {doing.get(self.phase, self.phase)}"
+        phase = doing.get(self.phase, self.phase)
+        return f"paused({self.mode}) by {self.by}, {self.seconds:.1f} s: {phase}"
 
 
 @frozen(kw_only=True)
