@@ -125,8 +125,8 @@ UPWARDS = {"._parent_scope", "._parent_task", "._parent_nursery", "._parent"}
 
 class Found(NamedTuple):
     name: str
-    path: str
     size: int
+    position: int
 
 
 class Walk:
@@ -135,29 +135,39 @@ class Walk:
     def __init__(self, root: object, name: str, others: Sequence[object]) -> None:
         self.containers: list[Found] = []
         self.objects: Counter[str] = Counter()
-        self._kept: list[object] = []  # ids stay valid as long as the objects live
-        self._seen = {id(other) for other in others} | {id(self), id(self.__dict__)}
-        todo: deque[tuple[str, str, object]] = deque([(name, name, root)])
+        self._steps: list[tuple[str, int]] = []  # from where, and how
+        kept: list[object] = []  # ids stay valid as long as the objects live
+        seen = {id(other) for other in others} | {id(self), id(self.__dict__)}
+        todo: deque[tuple[str, str, int, object]] = deque([(name, name, -1, root)])
         while todo:
-            name, path, thing = todo.popleft()
-            if id(thing) in self._seen or _is_foreign(thing):
+            name, step, parent, thing = todo.popleft()
+            if id(thing) in seen or _is_foreign(thing):
                 continue
-            self._seen.add(id(thing))
-            self._kept.append(thing)
+            seen.add(id(thing))
+            position = len(kept)
+            kept.append(thing)
+            self._steps.append((step, parent))
             self.objects[type(thing).__name__] += 1
             if isinstance(thing, CONTAINERS):
-                self.containers.append(Found(name, path, len(thing)))
+                self.containers.append(Found(name, len(thing), position))
             for child_name, step, child in _children(thing, name):
-                todo.append((child_name, path + step, child))
+                todo.append((child_name, step, position, child))
 
     @property
     def unbounded(self) -> dict[str, str]:
         """Containers that hold more than `BOUNDS` allows, with their sizes and paths."""
         return {
-            found.name: f"{found.size} > {BOUNDS.get(found.name, 0)} at {found.path}"
+            found.name: f"{found.size} > {BOUNDS.get(found.name, 0)} at {self._path(found.position)}"
             for found in self.containers
             if found.size > BOUNDS.get(found.name, 0)
         }
+
+    def _path(self, position: int) -> str:
+        steps: list[str] = []
+        while position >= 0:
+            step, position = self._steps[position]
+            steps.append(step)
+        return "".join(reversed(steps))
 
 
 def _name_of(owner: type, attribute: str) -> str:
@@ -261,7 +271,6 @@ class Quick(ScriptedController):
     async def generate(self, attempt: Attempt) -> None:
         self.asked += 1
         if self.asked % 40:
-            await checkpoint()
             self.sampled += 2
             self.committed += attempt.commit([5, 0], [-0.5, -0.5])
             attempt.finish("stop")
@@ -293,9 +302,6 @@ class Heard(Instrument):
 
     def group_ended(self, group: Group, outcome: str) -> None:
         self.heard[outcome] += 1
-
-    def turn_ended(self, attempt: Attempt) -> None:
-        self.heard["turns"] += 1
 
 
 async def judged(sample: Sample) -> dict[str, float]:
@@ -459,9 +465,12 @@ class Run:
 
 @pytest.fixture
 def traced() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()  # what other tests have loaded need not be looked at again and again
     tracemalloc.start(1)
     yield
     tracemalloc.stop()
+    gc.unfreeze()
 
 
 @pytest.mark.slow
