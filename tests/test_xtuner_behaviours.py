@@ -14,7 +14,6 @@ INVENTORY = TESTS / "data" / "xtuner_tests.toml"
 
 
 PENDING = {
-    "expired and aborted groups are drawn before fresh prompts",
     "a tail batch takes what waits, without oversampling, and is fresh afterwards",
     "without a tail batch what expired is retried at once, oversampling goes on",
     "weights that are too old stop production before anything is touched",
