@@ -11,11 +11,18 @@ from anyio.lowlevel import checkpoint
 
 from benches.harness import calm, now, settle
 
-__all__ = ["Watch", "bare_cancel", "bare_floor", "bare_stall", "bare_wake"]
+__all__ = ["Crowd", "Watch", "bare_cancel", "bare_floor", "bare_stall", "bare_wake"]
 
 
-class _Crowd:
-    """Tasks that wait for an event each, then all for one gate."""
+class Crowd:
+    """Tasks that wait for an event each, then all for one gate.
+
+    Attributes:
+        events: One for each task.
+        gate: Where they park.
+        all_parked: Set when the last one parks.
+        through: Set when the first one is through the gate.
+    """
 
     def __init__(self, tasks: int) -> None:
         self.events = [Event() for _ in range(tasks)]
@@ -25,19 +32,24 @@ class _Crowd:
         self._parked = 0
 
     async def turn(self, event: Event) -> None:
+        """Wakes, and parks."""
         await event.wait()
+        self.park()
+        await self.gate.wait()
+        self.through.set()
+
+    def park(self) -> None:
+        """Counts one that parks."""
         self._parked += 1
         if self._parked == len(self.events):
             self.all_parked.set()
-        await self.gate.wait()
-        self.through.set()
 
 
 async def bare_floor(tasks: int, rounds: int) -> list[float]:
     """Milliseconds until so many tasks, each woken by an event of its own, wait for one common event."""
     taken: list[float] = []
     for _ in range(rounds):
-        crowd = _Crowd(tasks)
+        crowd = Crowd(tasks)
         async with anyio.create_task_group() as group:
             for event in crowd.events:
                 group.start_soon(crowd.turn, event)
@@ -56,7 +68,7 @@ async def bare_wake(tasks: int, rounds: int) -> list[float]:
     """Milliseconds from the opening of a gate at which so many tasks wait, until the first is through."""
     taken: list[float] = []
     for _ in range(rounds):
-        crowd = _Crowd(tasks)
+        crowd = Crowd(tasks)
         async with anyio.create_task_group() as group:
             for event in crowd.events:
                 event.set()
@@ -134,7 +146,7 @@ async def bare_stall(tasks: int, rounds: int) -> list[float]:
     """Longest turn of the event loop, in ms, while so many tasks wake and park at one gate."""
     taken: list[float] = []
     for _ in range(rounds):
-        crowd, watch = _Crowd(tasks), Watch()
+        crowd, watch = Crowd(tasks), Watch()
         async with anyio.create_task_group() as group:
             for event in crowd.events:
                 group.start_soon(crowd.turn, event)

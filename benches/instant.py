@@ -154,3 +154,6 @@ class NextInLine(Instrument):
     def group_ended(self, group: Group, outcome: str) -> None:
         """A group ended."""
         self._line.step()
+
+    def __len__(self) -> int:
+        return len(self._line)

@@ -14,6 +14,7 @@ A request that reaches the server 200 ms after the abort is simulated, in virtua
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import anyio
@@ -132,14 +133,16 @@ def run(quick: bool) -> list[Row]:
     return rows
 
 
-def in_flight(backend: str, sizes: tuple[int, ...], quick: bool) -> list[Row]:
+def in_flight(
+    backend: str, sizes: Sequence[int], quick: bool, modes: Iterable[PauseMode] = PauseMode
+) -> list[Row]:
     """Every mode with every number of turns in flight."""
     rows: list[Row] = []
     for turns in sizes:
         rounds = 5 if quick else 20 if turns == 2048 else 50
         floor: list[float] = []
         cancel: list[float] = []
-        of: dict[PauseMode, list[float]] = {mode: [] for mode in PauseMode}
+        of: dict[PauseMode, list[float]] = {mode: [] for mode in modes}
         # In turns of a few rounds, so that all see the same machine; each on a loop of its own, so that the floor
         # does not pay for what the engine keeps.
         for start in range(0, rounds, 10):

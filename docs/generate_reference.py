@@ -32,6 +32,7 @@ MODULES = [
     "rollnest_adapters.transformers",
     "rollnest_adapters.tokenizer",
     "rollnest_adapters.torch",
+    "rollnest_adapters.bench",
     "rollnest_adapters.cli",
 ]
 HANDED_OUT = {"BlockingEngine", "BlockingPause", "Context", "Pause", "Rollout"}

@@ -6,11 +6,16 @@ Starts without torch or rich: a command imports what it needs, and says which ex
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollnest.abc import PauseMode
 
 __all__ = ["main"]
 
@@ -41,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     try:
-        return _demo(parsed)
+        return _demo(parsed) if parsed.command == "demo" else _bench_pause(parsed)
     except ModuleNotFoundError as error:
         brings = _INSTALL.get((error.name or "").partition(".")[0])
         if brings is None:
@@ -71,6 +76,30 @@ def _demo(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_pause(parsed: argparse.Namespace) -> int:
+    import anyio
+
+    from ._figures import result, table
+    from .bench import BenchError, PauseBench, load_factory, measure_pause
+
+    given = {
+        name: value
+        for name, value in vars(parsed).items()
+        if value is not None and name not in ("command", "what", "target", "backend", "json")
+    }
+    try:
+        factory = load_factory(parsed.target)
+        rows = anyio.run(measure_pause, factory, PauseBench(**given), backend=parsed.backend)
+        of = f"rollnest {version('rollnest')}"
+        sys.stdout.write("\n".join([*table("pause", of, rows), ""]))
+        if parsed.json is not None:
+            text = json.dumps(result("pause", of, rows), indent=1)
+            parsed.json.write_text(text + "\n", encoding="utf-8")
+    except (BenchError, OSError) as error:
+        return _fail(str(error))
+    return 0
+
+
 def _fail(message: str) -> int:
     sys.stderr.write(f"rollnest: {message}\n")
     return 1
@@ -91,6 +120,18 @@ def _parser() -> argparse.ArgumentParser:
         "and writes a report. Exits with 0 when it ran, whatever it learned.",
         allow_abbrev=False,
     )
+    _add_demo(demo)
+    bench = commands.add_parser(
+        "bench",
+        help="measure the engine with a controller of yours",
+        description="Measures the engine with a controller of yours.",
+        allow_abbrev=False,
+    )
+    _add_bench(bench)
+    return parser
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
     add = demo.add_argument
     add("--steps", type=_whole(1), metavar="N", help="training steps (160; with --model 4)")
     add("--seed", type=_whole(0), default=0, metavar="N", help="of problems, policy, sampling (0)")
@@ -101,15 +142,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="where the report goes (demo-report.html)",
     )
-    add(
-        "--backend",
-        choices=("asyncio", "trio"),
-        default="asyncio",
-        help="event loop (asyncio)",
-    )
+    _add_backend(demo)
     add(
         "--lr",
-        type=_rate,
+        type=_real,
         metavar="RATE",
         help="learning rate; 0 is a control that can't learn (3e-4; with --model 1e-6)",
     )
@@ -125,7 +161,49 @@ def _parser() -> argparse.ArgumentParser:
         help="a local Hugging Face causal language model with a chat template, or smollm2 (extra: smollm2), for a few "
         "steps and with no promise that it learns; without it, the demo builds a small policy of its own",
     )
-    return parser
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    kinds = bench.add_subparsers(dest="what", required=True, metavar="WHAT")
+    pause = kinds.add_parser(
+        "pause",
+        help="how long pausing and resuming take",
+        description="Keeps turns in flight, pauses, resumes, and prints how long each took: the median, the middle "
+        "half, and beside it the engine's own part, measured in the same run with a controller that answers at once.",
+        allow_abbrev=False,
+    )
+    add = pause.add_argument
+    add("target", metavar="MODULE:FACTORY", help="a function or class that makes the controller")
+    add("--in-flight", type=_whole(1), metavar="N", help="turns in flight when a pause begins (64)")
+    add("--pauses", type=_whole(1), metavar="N", help="how often it pauses (20)")
+    add("--mode", type=_mode, metavar="MODE", help="what happens to turns in flight (abort)")
+    add("--grace", type=_real, metavar="SECONDS", help="until turns that go on are cut (5)")
+    add("--settle", type=_real, metavar="SECONDS", help="from the last start to the pause (0.5)")
+    add("--patience", type=_real, metavar="SECONDS", help="until all turns must be in flight (60)")
+    add("--max-tokens", type=_whole(1), metavar="N", help="of a turn; another follows (4096)")
+    add("--prompt-tokens", type=_whole(1), metavar="N", help="of each prompt (32)")
+    add("--version", type=_whole(0), metavar="N", help="weights the controller starts with (0)")
+    _add_backend(pause)
+    add("--json", type=Path, metavar="FILE", help="also write all samples as JSON")
+
+
+def _add_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend",
+        choices=("asyncio", "trio"),
+        default="asyncio",
+        help="event loop (asyncio)",
+    )
+
+
+def _mode(text: str) -> PauseMode:
+    from rollnest.abc import PauseMode
+
+    try:
+        return PauseMode(text.lower())
+    except ValueError:
+        known = ", ".join(mode.value for mode in PauseMode)
+        raise argparse.ArgumentTypeError(f"must be one of {known}, got {text!r}") from None
 
 
 def _whole(minimum: int) -> Callable[[str], int]:
@@ -141,7 +219,7 @@ def _whole(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def _rate(text: str) -> float:
+def _real(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
