@@ -37,9 +37,16 @@ def calm() -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Lets everything else run until a condition holds. Before a measurement, never in one."""
-    while not condition():
+    """Lets everything else run until a condition holds. Before a measurement, never in one.
+
+    Raises:
+        RuntimeError: It does not hold after 100,000 turns of the event loop; a bench must not hang.
+    """
+    for _ in range(100_000):
+        if condition():
+            return
         await checkpoint()
+    raise RuntimeError("what the bench waits for does not happen")
 
 
 async def settle() -> None:

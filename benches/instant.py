@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
+from itertools import pairwise
 
 from anyio import Event
 from anyio.lowlevel import checkpoint
 
+from benches.harness import now
 from rollnest import Attempt, Capabilities, Group, PauseMode
 from rollnest.abc import Instrument, WeightSource
 
@@ -111,25 +112,47 @@ class ParkingController(InstantController):
 
 
 class Line:
-    """Calls that wait in line; `step` lets as many go as a group has."""
+    """Calls that wait in line, group by group; `step` lets the next group go.
 
-    def __init__(self, group_size: int) -> None:
-        self._group_size = group_size
-        self._waiting: deque[Event] = deque()
+    Args:
+        stride: Steps between two looks at the clock.
 
-    async def wait(self) -> None:
-        """Waits for its turn."""
+    Attributes:
+        at: When each look was.
+    """
+
+    def __init__(self, *, stride: int = 1) -> None:
+        self.at: list[float] = []
+        self._stride = stride
+        self._steps = 0
+        self._groups: dict[Hashable, list[Event]] = {}
+        self._waiting = 0
+
+    async def wait(self, group: Hashable) -> None:
+        """Waits for its group's turn."""
         mine = Event()
-        self._waiting.append(mine)
+        self._groups.setdefault(group, []).append(mine)
+        self._waiting += 1
         await mine.wait()
 
     def step(self) -> None:
-        """Lets the next group go."""
-        for _ in range(min(self._group_size, len(self._waiting))):
-            self._waiting.popleft().set()
+        """Lets the group go whose first call has waited longest."""
+        if self._steps % self._stride == 0:
+            self.at.append(now())
+        self._steps += 1
+        if self._groups:
+            events = self._groups.pop(next(iter(self._groups)))
+            self._waiting -= len(events)
+            for event in events:
+                event.set()
+
+    @property
+    def paces(self) -> list[float]:
+        """Seconds of a step, stride by stride."""
+        return [(b - a) / self._stride for a, b in pairwise(self.at)]
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._waiting
 
 
 class LineController(InstantController):
@@ -140,7 +163,7 @@ class LineController(InstantController):
 
     async def generate(self, attempt: Attempt) -> None:
         """Waits for its turn in the line, and answers."""
-        await self._line.wait()
+        await self._line.wait(attempt.affinity.rpartition("/")[0])
         attempt.commit(IDS, LOGPROBS)
         attempt.finish("stop")
 

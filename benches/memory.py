@@ -114,7 +114,7 @@ class _traced:  # noqa: N801  (used like a function)
 def run(quick: bool) -> list[Row]:
     """Runs every case."""
     rows: list[Row] = []
-    count, rounds = (256, 1) if quick else (1024, 3)
+    count, rounds = (256, 1) if quick else (1024, 2)
     for backend in BACKENDS:
         for group_size in (8, 1):
             rows.append(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import count
 
 import anyio
 
@@ -22,6 +23,7 @@ from benches.nest import Nest, Reply, gather
 from rollnest import Capacity, Engine, Prompt, Sampling, TaskSpec
 
 BATCH = 1_000  # samples
+STRIDE = 50  # staggered groups
 PROMPTS = [Prompt(str(number), token_ids=[1 + number % 90, 2]) for number in range(2_000)]
 
 
@@ -57,9 +59,9 @@ async def batches(backend: str, group_size: int, count: int) -> Costs:
     return costs
 
 
-async def staggered_engine(groups: int, group_size: int) -> float:
-    """Microseconds per group of a batch whose groups end one by one."""
-    line = Line(group_size)
+async def staggered_engine(groups: int, group_size: int, stride: int = STRIDE) -> list[float]:
+    """Microseconds per group, for each `stride` groups of a batch whose groups end one by one."""
+    line = Line(stride=stride)
     task = TaskSpec("t", PROMPTS, judger=None, group_size=group_size, sampling=Sampling(32))
     async with (
         Engine(
@@ -71,20 +73,18 @@ async def staggered_engine(groups: int, group_size: int) -> float:
         anyio.create_task_group() as consumer,
     ):
         consumer.start_soon(engine.next_batch, groups)
-        started = await _all_wait(line, groups * group_size)
-    return (now() - started) / groups * 1e6
+        await _go(line, groups * group_size)
+    return [seconds * 1e6 for seconds in line.paces]
 
 
-async def staggered_nest(groups: int, group_size: int) -> float:
+async def staggered_nest(groups: int, group_size: int, stride: int = STRIDE) -> list[float]:
     """The same by hand."""
-    line = Line(group_size)
-    left = [group_size]
+    line = Line(stride=stride)
+    asked, answered = count(), count(1)
 
     async def generate() -> Reply:
-        await line.wait()
-        left[0] -= 1
-        if not left[0]:
-            left[0] = group_size
+        await line.wait(next(asked) // group_size)
+        if next(answered) % group_size == 0:
             line.step()
         return IDS, LOGPROBS
 
@@ -93,17 +93,15 @@ async def staggered_nest(groups: int, group_size: int) -> float:
         anyio.create_task_group() as consumer,
     ):
         consumer.start_soon(nest.batch, groups)
-        started = await _all_wait(line, groups * group_size)
-    return (now() - started) / groups * 1e6
+        await _go(line, groups * group_size)
+    return [seconds * 1e6 for seconds in line.paces]
 
 
-async def _all_wait(line: Line, calls: int) -> float:
-    """Waits until all calls are in line, and lets the first group go."""
+async def _go(line: Line, calls: int) -> None:
+    """Waits until all calls are in line, and lets the first group go; each lets the next go."""
     await until(lambda: len(line) == calls)
     calm()
-    started = now()
     line.step()
-    return started
 
 
 def import_seconds() -> float:
@@ -172,13 +170,14 @@ def per_sample(backend: str, group_size: int, quick: bool) -> list[Row]:
 def staggered(backend: str, quick: bool) -> list[Row]:
     """Cost per group where one group ends at each wake-up of the consumer."""
     rows: list[Row] = []
-    sizes = (125, 500) if quick else (500, 1_000, 2_000)
+    runs = {125: 1, 500: 1} if quick else {500: 5, 1_000: 3, 2_000: 2}
+    sizes = list(runs)
     engine: dict[int, list[float]] = {groups: [] for groups in sizes}
     nest: dict[int, list[float]] = {groups: [] for groups in sizes}
-    for _ in range(3 if quick else 10):
-        for groups in sizes:
-            nest[groups].append(anyio.run(staggered_nest, groups, 8, backend=backend))
-            engine[groups].append(anyio.run(staggered_engine, groups, 8, backend=backend))
+    for turn in range(max(runs.values())):
+        for groups in (size for size in sizes if turn < runs[size]):
+            nest[groups] += anyio.run(staggered_nest, groups, 8, backend=backend)
+            engine[groups] += anyio.run(staggered_engine, groups, 8, backend=backend)
     for groups in sizes:
         case = f"{backend}, {groups:,} staggered groups of 8"
         rows.append(row(case, "us/group", engine[groups], baseline=nest[groups]))

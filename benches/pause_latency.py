@@ -124,7 +124,7 @@ def run(quick: bool) -> list[Row]:
     rows: list[Row] = []
     for backend in BACKENDS:
         rows += in_flight(backend, (1, 64, 512) if quick else (1, 64, 512, 2048, 8192), quick)
-        rows += large_replies(backend, 5 if quick else 50)
+        rows += large_replies(backend, quick)
     for make in virtual_backends():
         backend, options = make()
         quiet = anyio.run(late_request, backend=backend, backend_options=options)
@@ -139,20 +139,21 @@ def in_flight(
     """Every mode with every number of turns in flight."""
     rows: list[Row] = []
     for turns in sizes:
-        rounds = 5 if quick else 20 if turns == 2048 else 50
+        rounds = 5 if quick else 10 if turns == 2048 else 50
         floor: list[float] = []
         cancel: list[float] = []
         of: dict[PauseMode, list[float]] = {mode: [] for mode in modes}
-        # In turns of a few rounds, so that all see the same machine; each on a loop of its own, so that the floor
+        # In turns of some rounds, so that all see the same machine; each on a loop of its own, so that the floor
         # does not pay for what the engine keeps.
-        for start in range(0, rounds, 10):
-            some = min(10, rounds - start)
-            floor += anyio.run(bare_floor, turns, some, backend=backend)
-            cancel += anyio.run(bare_cancel, turns, some, backend, backend=backend)
+        some = 10 if turns < 8192 else 25
+        for start in range(0, rounds, some):
+            few = min(some, rounds - start)
+            floor += anyio.run(bare_floor, turns, few, backend=backend)
+            cancel += anyio.run(bare_cancel, turns, few, backend, backend=backend)
             for mode, taken in of.items():
-                # Without a bound on the floor, fewer rounds of what takes long will do.
-                few = some if turns < 8192 or mode is PauseMode.ABORT else min(some, 4)
-                taken += anyio.run(pause, turns, mode, few, backend=backend)
+                # 8,192 take seconds: fewer rounds of what has no goal beside the floor.
+                least = few if turns < 8192 or mode is PauseMode.ABORT else min(few, 4)
+                taken += anyio.run(pause, turns, mode, least, backend=backend)
         where = f"{turns:,} turns in flight"
         for mode, taken in of.items():
             goal = FLOOR_GOALS.get(turns) if mode is PauseMode.ABORT else None
@@ -182,15 +183,15 @@ def stall(backend: str, turns: int, rounds: int) -> Row:
     )
 
 
-def large_replies(backend: str, rounds: int) -> list[Row]:
+def large_replies(backend: str, quick: bool) -> list[Row]:
     """512 replies of 4,096 tokens that arrive at once, decoded already, or as lists of Python numbers."""
     rows: list[Row] = []
-    for packed, words, goal in (
-        (True, "as packed columns", 100.0),
-        (False, "as lists of numbers", None),
+    for packed, words, rounds, goal in (
+        (True, "as packed columns", 50, 100.0),
+        (False, "as lists of numbers", 10, None),
     ):
         taken: list[float] = []
-        while len(taken) < rounds:  # new engines, because the responses grow
+        while len(taken) < (5 if quick else rounds):  # new engines, because the responses grow
             measured = partial(pause, 512, PauseMode.ABORT, 5, tokens=4096, packed=packed)
             taken += anyio.run(measured, backend=backend)
         case = f"{backend}, ABORT, 512 replies of 4,096 tokens, {words}"
