@@ -82,6 +82,7 @@ class Setting:
 
     plans: tuple[Plan, ...] = (Plan(),)
     batch_size: int = 2
+    publish_every: int = 1
     capacity: Capacity = field(factory=Capacity)
     seed: int = 0
     mood: Mood = CALM
@@ -145,6 +146,7 @@ class Machine:
             self.server,
             [self.world.spec(name) for name in plans],
             batch_size=setting.batch_size,
+            publish_every=setting.publish_every,
             capacity=setting.capacity,
             control_timeout=2.0,
             seed=setting.seed,
@@ -820,6 +822,9 @@ _plans = st.builds(
             AsyncStrategy(max_staleness=0, lead=1),
             AsyncStrategy(max_staleness=1, lead=2),
             AsyncStrategy(max_staleness=2, lead=0.5),
+            AsyncStrategy(max_staleness=1, oversample=1.0, expired="tail", tail_batch=2),
+            AsyncStrategy(max_staleness=0, lead=1, expired="tail", tail_batch=3),
+            AsyncStrategy(max_staleness=1, lead=2, expired="drop", order="freshest"),
         ]
     ),
     weight=st.sampled_from([1.0, 1.0, 2.5, 0.0]),
@@ -862,6 +867,7 @@ _settings = st.builds(
     Setting,
     plans=st.lists(_plans, min_size=1, max_size=3).map(_no_task_off),
     batch_size=st.integers(1, 3),
+    publish_every=st.sampled_from([1, 1, 3]),
     capacity=st.builds(
         Capacity,
         turns=st.sampled_from([512, 1, 2, 3]),

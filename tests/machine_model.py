@@ -775,11 +775,17 @@ class World:
             lags = [self.lag(sample, batch.version) for sample in group.samples]
             if max(lags) > self.plans[group.task].strategy.max_staleness:
                 self.fault(f"I9: {name} was delivered with the lags {lags}")
-            if batch.version - max(lags) < newest.get(group.task, 0):
-                self.fault(f"{name} was delivered after a younger group")
-            newest[group.task] = batch.version - max(lags)
+            self._check_order(name, group.task, batch.version - max(lags), newest)
             if self.plans[group.task].weight == 0:
                 self.fault(f"{name} was delivered, its weight is 0")
+
+    def _check_order(self, name: str, task: str, oldest: int, before: dict[str, int]) -> None:
+        """A batch takes the oldest groups first, or the freshest."""
+        last = before.get(task, oldest)
+        freshest = getattr(self.plans[task].strategy, "order", "oldest") == "freshest"
+        if (oldest > last) if freshest else (oldest < last):
+            self.fault(f"{name} was delivered after a group of version {last}")
+        before[task] = oldest
 
     def lag(self, sample: Sample, version: int) -> int:
         """A sample's lag, counted token by token."""

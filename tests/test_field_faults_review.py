@@ -25,7 +25,6 @@ from rollnest import (
     Rollout,
     Sample,
     Sampling,
-    SyncStrategy,
 )
 from rollnest.abc import Attempt, Instrument
 from rollnest.errors import EngineBroken, EngineClosed, LoopError, Starved
@@ -333,12 +332,11 @@ async def test_a_consumer_elsewhere_hears_that_the_block_was_left() -> None:
         except Exception as error:
             seen.append(error)
 
-    class Lazy(SyncStrategy):
-        def room(self, production: object) -> int:
-            return 0
+    async def loop(rollout: Rollout) -> None:
+        await anyio.sleep_forever()
 
     async with create_task_group() as group:
-        async with Engine(ScriptedController(), spec(strategy=Lazy())) as engine:
+        async with Engine(ScriptedController(), spec(loop=loop)) as engine:
             group.start_soon(consume, engine)
             await sleep(1)
     assert [type(e) for e in seen] == [EngineClosed]

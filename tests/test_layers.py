@@ -24,6 +24,7 @@ LAYERS: list[list[str]] = [
     [
         "_admission",
         "_allocation",
+        "_buffer",
         "_continuation",
         "_delivery",
         "_judgers",

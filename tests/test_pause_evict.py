@@ -271,7 +271,7 @@ def test_expired_rows_are_drawn_again_first_then_aborted_ones() -> None:
         )
         table.settle(row, [sample], 1.0)
     assert table.expire(1) == 2
-    again = [table.redraw() for _ in range(5)]
+    again = [table.redraw(0) for _ in range(5)]
     assert [None if row is None else row.visit for row in again] == [2, 3, 0, 1, None]
     assert list(drawn[1].unjudged) == [0]
     assert drawn[1].unjudged[0].status is Status.COMPLETED

@@ -37,9 +37,18 @@ def sample(row: Row, index: int, status: Status, version: int = 0, tokens: int =
 class TableMachine(RuleBasedStateMachine):
     """Any history of draws, ends, updates and batches keeps I7, I8 and I9."""
 
+    tail_batch: int | None = None
+    freshest_first = False
+
     def __init__(self) -> None:
         super().__init__()
-        self.table = GroupTable("t", max_staleness=MAX_STALENESS, retries=2)
+        self.table = GroupTable(
+            "t",
+            max_staleness=MAX_STALENESS,
+            retries=2,
+            tail_batch=self.tail_batch,
+            freshest_first=self.freshest_first,
+        )
         self.version = 0
         self.delivered: list[int] = []
         self.made: Counter[str] = Counter()
@@ -50,12 +59,19 @@ class TableMachine(RuleBasedStateMachine):
     def draw(self) -> Row:
         return self.table.draw(Prompt(str(self.table.drawn), token_ids=[1]))
 
-    @rule(target=flying)
-    def redraw(self) -> Row | None:
-        row = self.table.redraw()
+    @rule(target=flying, everything=st.booleans())
+    def redraw(self, everything: bool) -> Row | None:
+        table, waiting, expired = self.table, self.table.waiting, self.table.waiting_expired
+        row = table.redraw(self.version, everything=everything)
+        if row is None:
+            # Only rows that are held back for a tail batch may be left.
+            assert table.waiting == 0 or (not everything and table.waiting < (self.tail_batch or 0))
+        elif everything and expired:
+            assert table.waiting_expired == expired - 1  # expired ones first
+            assert table.waiting == waiting - 1
         if row is not None:
             assert all(s.status is Status.COMPLETED for s in row.kept.values())
-            assert all(s.lag(self.version) <= 10**6 for s in row.kept.values())
+            assert all(s.lag(self.version) <= MAX_STALENESS for s in row.kept.values())
         return row
 
     @rule(
@@ -98,7 +114,7 @@ class TableMachine(RuleBasedStateMachine):
         rows = self.table.take(count)
         assert len(rows) == min(count, ready)
         oldest = [row.members.oldest_version or 0 for row in rows]
-        assert oldest == sorted(oldest)
+        assert oldest == sorted(oldest, reverse=self.freshest_first)
         for row in rows:
             assert row.state is RowState.DELIVERED
             assert all(s.status is Status.COMPLETED for s in row.members.samples)
@@ -114,11 +130,29 @@ class TableMachine(RuleBasedStateMachine):
         flying = sum(s.policy_tokens for row in table.flight.values() for s in row.kept.values())
         gone = table.delivered_tokens + table.dropped_tokens
         assert table.expired_tokens <= table.dropped_tokens
+        in_tail = [*table.flight.values(), *table.parked]
+        assert table.tail == sum(row.in_tail for row in in_tail)
         assert self.made["tokens"] == held + flying + gone
 
 
+class TailTableMachine(TableMachine):
+    """The same with tail batches."""
+
+    tail_batch = 3
+
+
+class FreshestTableMachine(TableMachine):
+    """The same with the freshest first."""
+
+    freshest_first = True
+
+
 TestTable = TableMachine.TestCase
-TestTable.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTailTable = TailTableMachine.TestCase
+TestFreshestTable = FreshestTableMachine.TestCase
+for case in (TestTable, TestTailTable, TestFreshestTable):
+    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+del case  # it would be collected once more
 
 
 def test_bug_079_what_expires_again_and_again_is_dropped_and_released() -> None:
@@ -129,7 +163,7 @@ def test_bug_079_what_expires_again_and_again_is_dropped_and_released() -> None:
         for row in list(table.flight.values()):
             table.settle(row, [sample(row, 0, Status.COMPLETED, version - 1)], 0.0)
         assert table.expire(version) in (0, 100)
-        while table.redraw() is not None:
+        while table.redraw(version) is not None:
             pass
     assert table.dropped == {"expired": 100}
     assert (table.ready, table.waiting, len(table.flight)) == (0, 0, 0)

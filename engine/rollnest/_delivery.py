@@ -33,6 +33,7 @@ class Delivery:
         readings: Callable[[], Mapping[str, Reading]],
         is_exhausted: Callable[[str], bool],
         on_expired: Callable[[str], None],
+        batch_size: int | None = None,
     ) -> None:
         self.batches = 0
         self.uncommitted: dict[int, Batch] = {}
@@ -42,6 +43,8 @@ class Delivery:
         self._before = readings()
         self._is_exhausted = is_exhausted
         self._on_expired = on_expired
+        self._batch_size = batch_size
+        self._taken = 0, 0  # a version, and the batches that were taken with it
         self._plan: tuple[int, frozenset[str], Shares] | None = None
 
     def plan(self, groups: int) -> Shares:
@@ -57,6 +60,16 @@ class Delivery:
         delivered = {name: table.delivered for name, table in self._tables.items()}
         return self._allocation.plan(groups, set(live), self.batches + 1, delivered)
 
+    def share(self, task: str) -> float | None:
+        """A task's part of a batch of `batch_size` in the long run, in groups; `None` without a `batch_size`."""
+        if self._batch_size is None:
+            return None
+        return self._batch_size * self._allocation.fraction(task)
+
+    def taken(self, version: int) -> int:
+        """How many batches were taken with the weights of `version`."""
+        return self._taken[1] if self._taken[0] == version else 0
+
     def ready(self, groups: int) -> int:
         """How many groups of the next batch are ready."""
         shares = self.plan(groups).groups
@@ -71,9 +84,7 @@ class Delivery:
         Raises:
             EndOfPrompts: Nothing is left, and nothing will come.
         """
-        for name, table in self._tables.items():
-            if table.expire(version):
-                self._on_expired(name)
+        self.expire(version)
         shares = self.plan(groups)
         missing = [n for n, share in shares.groups.items() if self._tables[n].ready < share]
         if not all(self._is_exhausted(name) for name in missing):
@@ -90,9 +101,16 @@ class Delivery:
         self._allocation.settle(shares)
         self._plan = None
         self.batches += 1
+        self._taken = version, self.taken(version) + 1
         batch = self._batch(rows, version, short=taken < groups)
         self.uncommitted[batch.index] = batch
         return batch
+
+    def expire(self, version: int) -> None:
+        """Moves what is too old for `version` to where it is drawn again. Versions only rise, so that is for good."""
+        for name, table in self._tables.items():
+            if table.expire(version):
+                self._on_expired(name)
 
     def commit(self, index: int) -> None:
         """Forgets a batch that was trained."""

@@ -54,12 +54,22 @@ from ._records import Batch
 from ._sampler import Sampler
 from ._slots import Call, Slots
 from ._statistics import EngineStatistics, Reading, TaskStatistics, read
+from ._strategies import is_freshest_first, tail_batch
 from ._table import EXPIRED_RETRIES, GroupTable
 from ._task import TaskSpec
 from ._tree import ConsumerTree, EngineTree
 from ._workers import Workers
 from .abc import InferenceController, Instrument, PauseMode, Tokenizer
-from .errors import EndOfPrompts, EngineBroken, EngineBusy, EngineClosed, Starved, describe, leaves
+from .errors import (
+    EndOfPrompts,
+    EngineBroken,
+    EngineBusy,
+    EngineClosed,
+    Starved,
+    Stuck,
+    describe,
+    leaves,
+)
 
 __all__ = ["Engine"]
 
@@ -99,6 +109,7 @@ class Engine:
         controller: The policy. The engine enters and leaves it.
         tasks: One data source, or several with different names.
         batch_size: Groups of a batch; required by strategies that run ahead.
+        publish_every: After how many batches you load new weights; strategies that run ahead plan by it.
         tokenizer: For prompts and appends that are text or messages, and to decode turns.
         capacity: How much runs at once.
         allocate: Shares each batch among the tasks; asked once a step, and again if a task ends.
@@ -122,6 +133,7 @@ class Engine:
         tasks: TaskSpec | Sequence[TaskSpec],
         *,
         batch_size: int | None = None,
+        publish_every: int = 1,
         tokenizer: Tokenizer | None = None,
         capacity: Capacity = Capacity(),  # noqa: B008  (frozen)
         allocate: Allocate = by_weight,
@@ -136,6 +148,7 @@ class Engine:
             _check_token_ids(specs)
         if batch_size is not None:
             check_whole("batch_size", batch_size, 1)
+        check_whole("publish_every", publish_every, 1)
         if not callable(allocate):
             raise TypeError(
                 f"allocate must be a function of an AllocationRequest, got {allocate!r}"
@@ -147,6 +160,7 @@ class Engine:
         self._controller = controller
         self._specs = specs
         self._batch_size = batch_size
+        self._publish_every = publish_every
         self._tokenizer = tokenizer
         self._capacity = capacity
         self._allocate = allocate
@@ -283,6 +297,7 @@ class Engine:
         Raises:
             EndOfPrompts: Every task's prompts are used up and delivered.
             Starved: Too many groups of a task in a row were unusable; the next call goes on.
+            Stuck: Groups are missing, none is in flight, and no strategy lets one start.
             EngineBusy: Another call waits already; or the gate is closed and too few groups are ready.
             EngineBroken: The engine can't go on.
             EngineClosed: The block is not open.
@@ -314,6 +329,7 @@ class Engine:
                 batch = parts.delivery.take(n, parts.gate.version)
                 if batch is not None:
                     return self._handed_over(parts, batch)
+                _check_stuck(parts, n)
                 await self._ready.wait()
                 self._usable()
         finally:
@@ -482,11 +498,20 @@ class Engine:
         admission = Admission(self._capacity.groups, weights)
         counters = {spec.name: TokenCounters() for spec in self._specs}
         producers: dict[str, Producer] = {}
+
+        def share(task: str) -> float | None:
+            return delivery.share(task)
+
+        def taken() -> int:
+            return delivery.taken(gate.version)
+
         for spec in self._specs:
             table = GroupTable(
                 spec.name,
                 max_staleness=spec.strategy.max_staleness,
-                retries=EXPIRED_RETRIES if spec.strategy.expired == "retry" else 0,
+                retries=0 if spec.strategy.expired == "drop" else EXPIRED_RETRIES,
+                tail_batch=tail_batch(spec.strategy),
+                freshest_first=is_freshest_first(spec.strategy),
             )
             services = RolloutServices(
                 task=spec.name,
@@ -538,11 +563,10 @@ class Engine:
                     on_crash=partial(self._break, "production failed"),
                 ),
                 admission=admission,
-                share=(
-                    None
-                    if self._batch_size is None
-                    else self._batch_size * allocation.fraction(spec.name)
-                ),
+                share=partial(share, spec.name),
+                taken=taken,
+                publish_every=self._publish_every,
+                on_idle=self._ready.ring,
                 on_crash=partial(self._break, "production failed"),
             )
 
@@ -564,6 +588,7 @@ class Engine:
             readings,
             is_exhausted=lambda name: producers[name].exhausted,
             on_expired=admission.changed,
+            batch_size=self._batch_size,
         )
         eviction = Eviction(producer.runner for producer in producers.values())
         return _Parts(
@@ -606,7 +631,9 @@ class Engine:
 
     def _release_pause(self) -> None:
         self._pausing = None
-        for producer in self._entered().producers.values():
+        parts = self._entered()
+        parts.delivery.expire(parts.gate.version)
+        for producer in parts.producers.values():
             producer.wake()
         self._ready.ring()
 
@@ -697,6 +724,34 @@ def _check_starved(producers: Mapping[str, Producer]) -> None:
                 task=name,
                 reasons=reasons,
             )
+
+
+def _check_stuck(parts: _Parts, n: int) -> None:
+    """Raises if nothing that was asked for can come: nothing is in flight, and nobody may start anything."""
+    if parts.gate.closed or not all(producer.idle for producer in parts.producers.values()):
+        return
+    counters = {
+        name: {
+            "lacking": producer.missing,
+            "ready": producer.table.ready,
+            "waiting": producer.table.waiting,
+            "drawn": producer.table.drawn,
+            "delivered": producer.table.delivered,
+            "max_staleness": producer.spec.strategy.max_staleness,
+        }
+        for name, producer in parts.producers.items()
+    }
+    listed = "; ".join(
+        f"{name!r} ({producer.spec.strategy!r}): "
+        + ", ".join(f"{what} {count}" for what, count in counters[name].items())
+        for name, producer in parts.producers.items()
+    )
+    raise Stuck(
+        f"{n} groups were asked for at version {parts.gate.version}, but none is in flight and no strategy lets one "
+        f"start: {listed}",
+        version=parts.gate.version,
+        counters=counters,
+    )
 
 
 def _last_failure(producer: Producer) -> str:

@@ -6,14 +6,16 @@ first, then fresh prompts. Before every draw it looks whether it is cancelled, s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from anyio import create_task_group
 from anyio.abc import TaskGroup
-from anyio.lowlevel import checkpoint_if_cancelled
+from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from ._admission import Admission
 from ._bell import Bell
+from ._checks import check_whole
 from ._gate import Gate
 from ._group import GroupRunner
 from ._sampler import Sampler
@@ -24,6 +26,14 @@ from ._task import TaskSpec
 from ._tree import TaskTree
 
 __all__ = ["Producer"]
+
+_log = logging.getLogger("rollnest")
+
+_AT_A_STRETCH = 64
+"""Groups that are started before others get their turn."""
+
+_MOST_LIVE = 2**15
+"""Groups of a task that may be live beyond what a waiting `next_batch` lacks, whatever a strategy of one's own says."""
 
 
 class Producer:
@@ -45,7 +55,10 @@ class Producer:
         gate: Gate,
         runner: GroupRunner,
         admission: Admission,
-        share: float | None,
+        share: Callable[[], float | None],
+        taken: Callable[[], int],
+        publish_every: int,
+        on_idle: Callable[[], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
         self.spec = spec
@@ -53,10 +66,15 @@ class Producer:
         self.runner = runner
         self.bell = Bell()
         self._demand = 0
+        self._is_looking = True  # whether something has changed since it found nothing to start
+        self._warned = False
         self._sampler = sampler
         self._gate = gate
         self._admission = admission
         self._share = share
+        self._taken = taken
+        self._publish_every = publish_every
+        self._on_idle = on_idle
         self._on_crash = on_crash
         admission.join(spec.name, self)
 
@@ -80,8 +98,18 @@ class Producer:
     @property
     def starved(self) -> bool:
         """Whether too many groups in a row were unusable."""
-        share = max(1.0, self.demand if self._share is None else self._share)
-        return self.table.dropped_in_a_row.total() >= self.spec.starve_after * share
+        return self.table.dropped_in_a_row.total() >= self.spec.starve_after * max(1.0, self.share)
+
+    @property
+    def share(self) -> float:
+        """The task's part of a batch, in groups; a fraction is possible."""
+        share = self._share()
+        return self.demand if share is None else share
+
+    @property
+    def missing(self) -> int:
+        """Groups that a waiting `next_batch` lacks: those that are not ready yet."""
+        return max(0, self.demand - self.table.ready)
 
     @property
     def room(self) -> int:
@@ -95,14 +123,36 @@ class Producer:
             return 0
         if self._sampler.exhausted and not self.table.waiting:
             return 0
-        return self.spec.strategy.room(
+        table, missing = self.table, self.missing
+        flight, ready = len(table.flight), table.ready
+        room = self.spec.strategy.room(
             Production(
-                lacking=max(0, self.demand - self.table.ready),
-                flight=len(self.table.flight),
-                ready=self.table.ready,
-                share=self.demand if self._share is None else self._share,
+                lacking=missing,
+                flight=flight,
+                ready=ready,
+                share=self.share,
+                tail=table.tail,
+                publish_every=self._publish_every,
+                taken=self._taken(),
             )
         )
+        check_whole(f"what {self.spec.strategy!r} answers for room", room, 0)
+        most = _MOST_LIVE + missing - flight - ready
+        if room > most and not self._warned:
+            self._warned = True
+            _log.warning(
+                "task %r has %d groups live and gets no more for now, though %r has room for %d",
+                self.spec.name,
+                flight + ready,
+                self.spec.strategy,
+                room,
+            )
+        return min(room, max(0, most))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight, and nothing can start until something changes."""
+        return not self._is_looking and not self.table.flight
 
     @property
     def in_flight(self) -> int:
@@ -116,6 +166,7 @@ class Producer:
 
     def wake(self) -> None:
         """Has the producer look again for how many groups it may start."""
+        self._is_looking = True
         self.bell.ring()
 
     def tree(self, now: float, calls: Mapping[object, Sequence[Call]]) -> TaskTree:
@@ -164,11 +215,19 @@ class Producer:
                     self._on_crash(error)
 
     async def _produce(self, groups: TaskGroup) -> None:
+        started = 0
         while True:
             while self.room > 0:
                 await checkpoint_if_cancelled()
                 if not self._start(groups):
                     break
+                started += 1
+                if started % _AT_A_STRETCH == 0:
+                    await checkpoint()
+            # Nothing was awaited since it looked, so this is still true.
+            self._is_looking = False
+            if self.missing and not self.table.flight:
+                self._on_idle()
             await self.bell.wait()
 
     def _start(self, groups: TaskGroup) -> bool:
@@ -182,7 +241,7 @@ class Producer:
         return True
 
     def _draw(self) -> Row | None:
-        row = self.table.redraw()
+        row = self.table.redraw(self._gate.version, everything=self._sampler.exhausted)
         if row is None and (prompt := self._sampler.draw()) is not None:
             row = self.table.draw(prompt)
         return row

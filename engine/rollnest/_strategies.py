@@ -14,7 +14,14 @@ from attrs.validators import in_
 
 from ._checks import real, whole
 
-__all__ = ["AsyncStrategy", "Production", "ProduceStrategy", "SyncStrategy"]
+__all__ = [
+    "AsyncStrategy",
+    "ProduceStrategy",
+    "Production",
+    "SyncStrategy",
+    "is_freshest_first",
+    "tail_batch",
+]
 
 
 @frozen
@@ -26,16 +33,26 @@ class Production:
         flight: Groups in flight.
         ready: Groups that are ready.
         share: The task's share of a batch in the long run, in groups; a fraction is possible.
+        tail: Groups of a tail batch that have not ended yet.
+        publish_every: After how many batches the trainer publishes weights.
+        taken: Batches that were taken with the policy's present weights.
     """
 
     lacking: int
     flight: int
     ready: int
     share: float
+    tail: int = 0
+    publish_every: int = 1
+    taken: int = 0
 
 
 class ProduceStrategy(Protocol):
-    """Says how many groups may start."""
+    """Says how many groups may start.
+
+    One of your own may also have `tail_batch` and `order`, with the meaning that they have in `AsyncStrategy`. What
+    `room` answers is asked again whenever a group has ended, a batch was taken, or a `next_batch` begins to wait.
+    """
 
     @property
     def max_staleness(self) -> int:
@@ -43,8 +60,8 @@ class ProduceStrategy(Protocol):
         ...
 
     @property
-    def expired(self) -> Literal["retry", "drop"]:
-        """What becomes of groups that are too old: drawn again, or let go."""
+    def expired(self) -> Literal["retry", "tail", "drop"]:
+        """What becomes of groups that are too old: drawn again, or as a tail batch, or let go."""
         ...
 
     @property
@@ -80,27 +97,74 @@ class SyncStrategy:
 class AsyncStrategy:
     """Runs ahead while the trainer trains.
 
-    Keeps `flight + ready` below `(1 + lead) * share + ceil(oversample * share)`.
+    Keeps `flight + ready` below `(1 + lead) * share + ceil(oversample * share)`. What a waiting `next_batch` lacks may
+    always start.
 
     Attributes:
-        max_staleness: Most versions of lag in a delivered sample; older groups expire and are drawn again.
-        lead: How many batches to run ahead of the next one; `None` is `max_staleness - 1`, at least 0. While the
-            trainer trains on a batch of version v, `1 + lead` batches become ready, and the last of them is taken at
-            version v + 1 + lead: a larger lead makes groups that expire.
+        max_staleness: Most versions of lag in a delivered sample; older groups expire.
+        lead: How many batches to run ahead of the next one. `None` is as many as can be taken before they are too old,
+            while the trainer trains on the one before and publishes as often as `Engine(publish_every=)` says:
+            `(1 + max_staleness) * publish_every - 1`, less the batches that were taken since the last publication. With
+            `publish_every=1` that is `max_staleness - 1`. More makes groups that expire.
         oversample: Share of a batch that is started on top, so that the slowest groups need not be waited for.
-        expired: What becomes of groups that are too old: `"retry"` draws them again before fresh prompts, and keeps
-            their fresh members; `"drop"` lets them go.
+        expired: What becomes of groups that are too old. `"retry"` draws them again before fresh prompts, and keeps
+            their fresh members; `"tail"` does so as soon as `tail_batch` of them wait, and starts nothing on top until
+            they have ended; `"drop"` lets them go.
+        tail_batch: How many expired groups make a tail batch; with `expired="tail"` only.
+        order: Which ready groups a batch takes first: `"oldest"`, or `"freshest"`. The latter starves long answers, so
+            it needs `expired="drop"`.
     """
 
     max_staleness: int = field(default=1, validator=whole(0))
     lead: float | None = field(default=None, validator=real(0, optional=True))
     oversample: float = field(default=0.0, validator=real(0))
-    expired: Literal["retry", "drop"] = field(default="retry", validator=in_(("retry", "drop")))
+    expired: Literal["retry", "tail", "drop"] = field(
+        default="retry", validator=in_(("retry", "tail", "drop"))
+    )
+    tail_batch: int | None = field(default=None, validator=whole(1, optional=True))
+    order: Literal["oldest", "freshest"] = field(
+        default="oldest", validator=in_(("oldest", "freshest"))
+    )
     needs_batch_size: bool = field(default=True, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if (self.expired == "tail") != (self.tail_batch is not None):
+            raise ValueError(
+                f"tail_batch and expired='tail' belong together, got tail_batch={self.tail_batch}, "
+                f"expired={self.expired!r}"
+            )
+        if self.order == "freshest" and self.expired != "drop":
+            raise ValueError(
+                f"order='freshest' needs expired='drop', got expired={self.expired!r}: groups that are "
+                "overtaken again and again would be made for ever"
+            )
 
     def room(self, production: Production) -> int:
         """See `ProduceStrategy.room`."""
-        lead = max(0, self.max_staleness - 1) if self.lead is None else self.lead
-        bound = ceil((1 + lead) * production.share) + ceil(self.oversample * production.share)
+        share = production.share
+        bound = ceil(self._batches(production) * share)
+        if not production.tail:
+            bound += ceil(self.oversample * share)
         ahead = bound - production.flight - production.ready
         return max(0, ahead, production.lacking - production.flight)
+
+    def _batches(self, production: Production) -> float:
+        """How many batches may be live at once, the next one included."""
+        if self.lead is not None:
+            return 1 + self.lead
+        # A batch that is started now is the last in the line. There are so many places, the next batch's among them,
+        # until the version is `max_staleness` above the present one; then it is too old. Running ahead is for the time
+        # in which the trainer trains, so one batch counts as taken: when it waits, `lacking` says what it needs.
+        every = production.publish_every
+        return (1 + self.max_staleness) * every - min(max(production.taken, 1), every)
+
+
+def tail_batch(strategy: ProduceStrategy) -> int | None:
+    """How many expired groups make a tail batch; `None` if they don't wait for one another."""
+    groups: object = getattr(strategy, "tail_batch", None)
+    return groups if isinstance(groups, int) else None
+
+
+def is_freshest_first(strategy: ProduceStrategy) -> bool:
+    """Whether a batch takes the freshest groups first."""
+    return getattr(strategy, "order", "oldest") == "freshest"

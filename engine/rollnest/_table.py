@@ -12,18 +12,14 @@ dropped + flight), I8 (delivered at most once), I9 (nothing delivered lags more 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from enum import Enum
-from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
 from attrs import evolve
 
+from ._buffer import ReplayBuffer
 from ._records import Failure, Group, Prompt, Sample, Status
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["EXPIRED", "EXPIRED_RETRIES", "FILTERED", "GroupTable", "Row", "RowState"]
 
@@ -58,10 +54,21 @@ class Row:
         unjudged: Members of an earlier run that lack their verdict only, by index.
         group: The frozen members, once they have all ended.
         expiries: How often it became too old.
+        in_tail: Whether it is of a tail batch, until it has ended.
         seconds: Time from its start to its end, over all runs.
     """
 
-    __slots__ = ("expiries", "group", "kept", "prompt", "seconds", "state", "unjudged", "visit")
+    __slots__ = (
+        "expiries",
+        "group",
+        "in_tail",
+        "kept",
+        "prompt",
+        "seconds",
+        "state",
+        "unjudged",
+        "visit",
+    )
 
     def __init__(self, prompt: Prompt, visit: int) -> None:
         self.prompt = prompt
@@ -71,6 +78,7 @@ class Row:
         self.unjudged: dict[int, Sample] = {}
         self.group: Group | None = None
         self.expiries = 0
+        self.in_tail = False
         self.seconds = 0.0
 
     @property
@@ -99,9 +107,18 @@ class GroupTable:
         expired_tokens: Of these, policy tokens of members that were given up when their row was drawn again.
         dropped_in_a_row: Reasons of the rows dropped since the last one became ready.
         last_failure: Why the last failed row was dropped.
+        tail: Rows of a tail batch that have not ended yet.
     """
 
-    def __init__(self, task: str, *, max_staleness: int, retries: int) -> None:
+    def __init__(
+        self,
+        task: str,
+        *,
+        max_staleness: int,
+        retries: int,
+        tail_batch: int | None = None,
+        freshest_first: bool = False,
+    ) -> None:
         self.task = task
         self.flight: dict[int, Row] = {}
         self.drawn = 0
@@ -114,31 +131,32 @@ class GroupTable:
         self.expired_tokens = 0
         self.dropped_in_a_row: Counter[str] = Counter()
         self.last_failure: Failure | None = None
+        self.tail = 0
         self._max_staleness = max_staleness
         self._retries = retries  # of a row that has become too old
-        self._ready: list[
-            tuple[int, int, Row]
-        ] = []  # a heap: oldest version first, then oldest visit
-        # Both are drawn again before fresh prompts, the expired ones first.
-        self._expired: deque[Row] = deque()
-        self._aborted: deque[Row] = deque()
+        self._buffer: ReplayBuffer[Row] = ReplayBuffer(
+            tail_batch=tail_batch, freshest_first=freshest_first
+        )
 
     @property
     def ready(self) -> int:
         """How many rows are ready."""
-        return len(self._ready)
+        return self._buffer.ready
 
     @property
     def waiting(self) -> int:
         """How many rows wait to be drawn again."""
-        return len(self._expired) + len(self._aborted)
+        return self._buffer.waiting
+
+    @property
+    def waiting_expired(self) -> int:
+        """How many of these became too old; the others were cut."""
+        return self._buffer.expired
 
     @property
     def parked(self) -> Iterator[Row]:
         """Ready and waiting rows."""
-        yield from (row for _, _, row in self._ready)
-        yield from self._expired
-        yield from self._aborted
+        return iter(self._buffer)
 
     def draw(self, prompt: Prompt) -> Row:
         """Enters a fresh visit, in flight."""
@@ -147,18 +165,22 @@ class GroupTable:
         self.flight[row.visit] = row
         return row
 
-    def redraw(self) -> Row | None:
-        """Puts a row that waits in flight again, expired ones first, then the one that waited longest.
+    def redraw(self, version: int, *, everything: bool = False) -> Row | None:
+        """Puts a row that waits in flight again, expired ones first; `None` if none is due.
 
-        Members that are not complete are given up: they start anew.
+        Members that are not complete, or too old by now, are given up: they start anew.
 
-        Returns:
-            The row, or `None` if none waits.
+        Args:
+            version: The policy's weight version.
+            everything: Whether expired rows that are held back for a tail batch are due too.
         """
-        if not self.waiting:
+        row = self._buffer.take_waiting(everything=everything)
+        # Time went on while it waited: what had completed before it was cut may be too old now.
+        while row is not None and self._has_expired(row, version) and not self._may_retry(row):
+            row = self._buffer.take_waiting(everything=everything)
+        if row is None:
             return None
-        row = (self._expired or self._aborted).popleft()
-        for sample in row.members.samples:
+        for sample in self._expire_samples(row, version):
             if sample.status is Status.COMPLETED:
                 row.kept[sample.index] = sample
             elif sample.unjudged:
@@ -183,6 +205,7 @@ class GroupTable:
             `"ready"`, `"waiting"`, or the reason it was dropped.
         """
         del self.flight[row.visit]
+        self._leave_tail(row)
         row.kept, row.unjudged = {}, {}
         row.seconds += seconds
         row.group = group = Group(self.task, row.prompt, row.visit, samples)
@@ -190,7 +213,7 @@ class GroupTable:
             case Status.COMPLETED:
                 row.state = RowState.READY
                 self.dropped_in_a_row.clear()
-                heappush(self._ready, (group.oldest_version or 0, row.visit, row))
+                self._buffer.put(row, group.oldest_version or 0, row.visit)
                 return "ready"
             case Status.FAILED:
                 self.last_failure = failure = next(
@@ -203,7 +226,7 @@ class GroupTable:
                 return FILTERED
             case _:
                 row.state = RowState.WAITING
-                self._aborted.append(row)
+                self._buffer.wait_cut(row)
                 return "waiting"
 
     def expire(self, version: int) -> int:
@@ -212,24 +235,20 @@ class GroupTable:
         Returns:
             How many expired.
         """
-        count = 0
-        while self._ready and version - self._ready[0][0] > self._max_staleness:
-            row = heappop(self._ready)[2]
-            samples = [self._expire_sample(sample, version) for sample in row.members.samples]
-            row.group = Group(self.task, row.prompt, row.visit, samples)
-            row.expiries += 1
-            self.expired += 1
-            if row.expiries > self._retries:
-                self._drop(row, EXPIRED)
-            else:
+        rows = self._buffer.take_older(version - self._max_staleness)
+        for row in rows:
+            row.group = Group(self.task, row.prompt, row.visit, self._expire_samples(row, version))
+            if self._may_retry(row):
                 row.state = RowState.WAITING
-                self._expired.append(row)
-            count += 1
-        return count
+                self._buffer.wait_expired(row)
+        for row in self._buffer.complete_tail():
+            row.in_tail = True
+            self.tail += 1
+        return len(rows)
 
     def take(self, count: int) -> list[Row]:
-        """Delivers up to `count` ready rows, oldest first."""
-        rows = [heappop(self._ready)[2] for _ in range(min(count, len(self._ready)))]
+        """Delivers up to `count` ready rows, oldest first or freshest first."""
+        rows = self._buffer.take(count)
         for row in rows:
             row.state = RowState.DELIVERED
             self.delivered_tokens += _tokens(row)
@@ -256,10 +275,33 @@ class GroupTable:
         self.dropped_in_a_row[reason] += 1
         self.dropped_tokens += _tokens(row)
 
-    def _expire_sample(self, sample: Sample, version: int) -> Sample:
-        if sample.lag(version) <= self._max_staleness:
-            return sample
-        return evolve(sample, status=Status.EXPIRED, verdict=None)
+    def _has_expired(self, row: Row, version: int) -> bool:
+        """Whether a row became too old while it waited; one that expired before counts once."""
+        before = [sample.status for sample in row.members.samples]
+        after = [sample.status for sample in self._expire_samples(row, version)]
+        return Status.EXPIRED in after and Status.EXPIRED not in before
+
+    def _may_retry(self, row: Row) -> bool:
+        """Counts that a row became too old; drops it if that happened too often."""
+        row.expiries += 1
+        self.expired += 1
+        if row.expiries <= self._retries:
+            return True
+        self._drop(row, EXPIRED)
+        return False
+
+    def _leave_tail(self, row: Row) -> None:
+        self.tail -= row.in_tail
+        row.in_tail = False
+
+    def _expire_samples(self, row: Row, version: int) -> list[Sample]:
+        return [
+            evolve(sample, status=Status.EXPIRED, verdict=None, unjudged=False)
+            if (sample.status is Status.COMPLETED or sample.unjudged)
+            and sample.lag(version) > self._max_staleness
+            else sample
+            for sample in row.members.samples
+        ]
 
     def __repr__(self) -> str:
         return (

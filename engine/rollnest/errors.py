@@ -13,7 +13,8 @@
     ├── EngineClosed          the engine's block was left, or not entered yet
     ├── EngineBroken          the engine can't go on; carries the causes
     ├── EndOfPrompts          every task's prompts are used up
-    └── Starved               too many groups in a row were unusable; carries the reasons
+    ├── Starved               too many groups in a row were unusable; carries the reasons
+    └── Stuck                 groups are missing that can't come; carries the counters
 
 The first five follow the boundary that was crossed. A failed sample is data: it carries the error's
 text and never raises. The others reach the caller of the engine.
@@ -37,6 +38,7 @@ __all__ = [
     "PauseFailed",
     "RollnestError",
     "Starved",
+    "Stuck",
     "ToolError",
     "UnsupportedSampling",
     "WeightUpdateFailed",
@@ -154,6 +156,24 @@ class Starved(RollnestError):
         super().__init__(message)
         self.task = task
         self.reasons: dict[str, int] = dict(reasons)
+
+
+class Stuck(RollnestError):
+    """Groups are missing that can't come: none is in flight, and no strategy lets one start.
+
+    Attributes:
+        version: The policy's weight version.
+        counters: Of each task: groups `lacking`, `ready`, `waiting`, `drawn` and `delivered`, and its `max_staleness`.
+    """
+
+    def __init__(
+        self, message: str, *, version: int, counters: Mapping[str, Mapping[str, int]]
+    ) -> None:
+        super().__init__(message)
+        self.version: int = version
+        self.counters: dict[str, dict[str, int]] = {
+            task: dict(figures) for task, figures in counters.items()
+        }
 
 
 def describe(error: BaseException) -> str:

@@ -167,7 +167,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "_table.py",
             "                row.state = RowState.WAITING\n"
-            "                self._aborted.append(row)\n"
+            "                self._buffer.wait_cut(row)\n"
             '                return "waiting"',
             '                row.state = RowState.WAITING\n                return "waiting"',
         ),
@@ -177,8 +177,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "admission by totals instead of live groups",
         (
             "_producer.py",
-            "flight=len(self.table.flight),",
-            "flight=self.table.drawn - self.table.delivered - self.table.ready,",
+            "                flight=flight,\n",
+            "                flight=table.drawn - table.delivered - ready,\n",
         ),
     ),
     _mutant(
@@ -194,9 +194,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "I8",
         "delivery twice",
         (
-            "_table.py",
-            "rows = [heappop(self._ready)[2] for _ in range(min(count, len(self._ready)))]",
-            "rows = [self._ready[i][2] for i in range(min(count, len(self._ready)))]",
+            "_buffer.py",
+            "            rows.append(self._pop(version))\n        return rows\n\n    def take_older",
+            "            rows.append(self._by_version[version][0][1])\n        return rows\n\n    def take_older",
         ),
     ),
     _mutant(
@@ -208,7 +208,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "        for row in rows[1:]:\n"
             "            self.delivered -= 1\n"
             "            self.delivered_tokens -= _tokens(row)\n"
-            "            heappush(self._ready, (row.members.oldest_version or 0, row.visit, row))\n"
+            "            self._buffer.put(row, row.members.oldest_version or 0, row.visit)\n"
             "        self.delivered += len(rows)\n        return rows",
         ),
     ),
@@ -217,8 +217,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "expiry off by one",
         (
             "_table.py",
-            "version - self._ready[0][0] > self._max_staleness:",
-            "version - self._ready[0][0] > self._max_staleness + 1:",
+            "take_older(version - self._max_staleness)",
+            "take_older(version - self._max_staleness - 1)",
         ),
     ),
     _mutant(
@@ -226,10 +226,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "a group's age is its youngest member's",
         (
             "_table.py",
-            "heappush(self._ready, (group.oldest_version or 0, row.visit, row))\n"
+            "self._buffer.put(row, group.oldest_version or 0, row.visit)\n"
             '                return "ready"',
             "youngest = max(s.oldest_version or 0 for s in samples)\n"
-            "                heappush(self._ready, (youngest, row.visit, row))\n"
+            "                self._buffer.put(row, youngest, row.visit)\n"
             '                return "ready"',
         ),
     ),

@@ -1,0 +1,111 @@
+"""The rows that have ended a run and wait: for a batch, or to be drawn again. Order only; the table has the states.
+
+Ready rows leave by their age: the oldest first, or the freshest. Rows that wait leave in this order: those that
+expired, then those that were cut. With a tail batch, expired rows are held back until enough of them wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+__all__ = ["ReplayBuffer"]
+
+T = TypeVar("T")
+
+
+class ReplayBuffer(Generic[T]):
+    """The rows of one task that wait.
+
+    Attributes:
+        ready: How many rows wait for a batch.
+    """
+
+    def __init__(self, *, tail_batch: int | None = None, freshest_first: bool = False) -> None:
+        self.ready: int = 0
+        self._tail_batch = tail_batch
+        self._freshest_first = freshest_first
+        self._by_version: dict[int, list[tuple[int, T]]] = {}  # heaps by visit; versions are few
+        self._held: deque[T] = deque()  # expired, until they are a tail batch
+        self._expired: deque[T] = deque()
+        self._cut: deque[T] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many rows wait to be drawn again."""
+        return len(self._held) + len(self._expired) + len(self._cut)
+
+    @property
+    def expired(self) -> int:
+        """How many of these have expired."""
+        return len(self._held) + len(self._expired)
+
+    def __iter__(self) -> Iterator[T]:
+        for _, heap in sorted(self._by_version.items()):
+            yield from (row for _, row in heap)
+        yield from self._held
+        yield from self._expired
+        yield from self._cut
+
+    def put(self, row: T, version: int, visit: int) -> None:
+        """Takes in a ready row whose oldest trainable token is of `version`."""
+        heappush(self._by_version.setdefault(version, []), (visit, row))
+        self.ready += 1
+
+    def take(self, count: int) -> list[T]:
+        """Takes out up to `count` ready rows; of one age those that were drawn first."""
+        rows: list[T] = []
+        while self._by_version and len(rows) < count:
+            version = (max if self._freshest_first else min)(self._by_version)
+            rows.append(self._pop(version))
+        return rows
+
+    def take_older(self, version: int) -> list[T]:
+        """Takes out the ready rows that are older than `version`, oldest first."""
+        rows: list[T] = []
+        while self._by_version and (oldest := min(self._by_version)) < version:
+            rows.append(self._pop(oldest))
+        return rows
+
+    def wait_expired(self, row: T) -> None:
+        """Takes in a row that expired; call `complete_tail` after the last one."""
+        (self._expired if self._tail_batch is None else self._held).append(row)
+
+    def complete_tail(self) -> Sequence[T]:
+        """Lets the rows go that are held back, if they are enough for a tail batch; returns them."""
+        if self._tail_batch is None or len(self._held) < self._tail_batch:
+            return ()
+        return self._release()
+
+    def wait_cut(self, row: T) -> None:
+        """Takes in a row that was cut before it ended."""
+        self._cut.append(row)
+
+    def take_waiting(self, *, everything: bool = False) -> T | None:
+        """Takes out the row that is to be drawn next.
+
+        Args:
+            everything: Whether rows that are held back for a tail batch are due too.
+        """
+        if everything and not self._expired:
+            self._release()
+        for rows in (self._expired, self._cut):
+            if rows:
+                return rows.popleft()
+        return None
+
+    def _release(self) -> list[T]:
+        released = list(self._held)
+        self._held.clear()
+        self._expired.extend(released)
+        return released
+
+    def _pop(self, version: int) -> T:
+        heap = self._by_version[version]
+        row = heappop(heap)[1]
+        if not heap:
+            del self._by_version[version]
+        self.ready -= 1
+        return row
