@@ -650,7 +650,7 @@ class World:
         expected = "ready" if statuses == {Status.COMPLETED} else bad
         if outcome != expected:
             self.fault(f"{name} ended as {outcome}, its members say {expected}")
-        if Status.ABORTED in statuses and not self.leaving:
+        if Status.ABORTED in statuses and not failures and not self.leaving:
             self.fault(f"{name} was aborted, and nobody cancelled production")
 
     def _check_sample(self, sample: Sample, track: Track) -> None:

@@ -243,9 +243,10 @@ async def test_prompts_are_visited_once_per_epoch_in_a_seeded_order() -> None:
 
 async def test_bug_032_a_failing_member_stays_alone_and_its_group_is_dropped() -> None:
     async def loop(rollout: Rollout) -> None:
-        if rollout.prompt.uid == "p1" and rollout.index == 1:
-            raise ValueError("x")
         await rollout.generate()
+        if rollout.prompt.uid == "p1" and rollout.index == 1:
+            await anyio.sleep(10)
+            raise ValueError("x")
 
     recording = RecordingInstrument()
     controller = ScriptedController(rate=10.0)

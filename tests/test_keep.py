@@ -106,6 +106,26 @@ async def test_a_filter_that_raises_fails_the_group() -> None:
             await engine.next_batch(1)
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_filter_that_exits_leaves_no_row_in_flight(
+    backend: str, error: type[BaseException]
+) -> None:
+    def keep(group: Group) -> bool:
+        raise error
+
+    async def main() -> None:
+        async with engine:
+            await engine.next_batch(1)
+
+    engine = Engine(ScriptedController(), spec(keep=keep))
+    with pytest.raises(error):
+        anyio.run(main, backend=backend)
+    figures = engine.statistics().tasks["task"]
+    assert (figures.flight, figures.dropped["filter"]) == (0, 1)
+    assert_conserved(engine)
+
+
 async def test_numpy_bools_are_bools() -> None:
     got: list[Batch] = []
     async with Engine(ScriptedController(), spec(keep=lambda _: np.True_)) as engine:

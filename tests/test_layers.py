@@ -30,6 +30,7 @@ LAYERS: list[list[str]] = [
         "_judgers",
         "_sampler",
         "_statistics",
+        "_streak",
         "_strategies",
         "_table",
         "_tools",
@@ -45,8 +46,11 @@ LAYERS: list[list[str]] = [
         "_engine",
         "_eviction",
         "_group",
+        "_group_loop",
         "_judging",
+        "_live",
         "_loops",
+        "_members",
         "_pause",
         "_producer",
         "_rollout",
@@ -67,7 +71,7 @@ LAYERS: list[list[str]] = [
 ]
 LAYER = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 PURE = {*LAYERS[0], *LAYERS[1]} - {"abc"}  # abc says what others implement, async methods too
-STARTS_TASKS = {"_engine", "_group", "_producer"}
+STARTS_TASKS = {"_engine", "_members", "_producer"}
 THIRD_PARTY = {"anyio", "attrs", "cattrs"}
 KIT_MAY_IMPORT = {
     "testing.strategies": {"hypothesis"},

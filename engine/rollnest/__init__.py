@@ -13,6 +13,7 @@ from ._context import Context as Context
 from ._engine import Engine as Engine
 from ._judgers import ComposedJudger as ComposedJudger
 from ._judgers import RoutedJudger as RoutedJudger
+from ._live import LiveGroup as LiveGroup
 from ._loops import AgentLoop as AgentLoop
 from ._loops import SingleTurnLoop as SingleTurnLoop
 from ._loops import ToolLoop as ToolLoop

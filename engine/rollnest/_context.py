@@ -28,7 +28,7 @@ from ._workers import Workers
 from .abc import Capabilities, InferenceController, Tokenizer
 from .errors import DataError, InferenceError, LoopError, UnsupportedSampling, describe
 
-__all__ = ["Context", "RolloutCore", "RolloutServices"]
+__all__ = ["Context", "RolloutCore", "RolloutServices", "freeze_context"]
 
 _NOTHING = Response().seal()
 
@@ -148,6 +148,11 @@ class RolloutCore:
         if self.services.tokenizer is None:
             raise LoopError(f"{what} needs the engine to have a tokenizer")
         return self.services.tokenizer
+
+
+def freeze_context(context: Context, *, trim: bool) -> Segment:
+    """Ends a context; the engine's part, which the handle that loops hold doesn't offer."""
+    return context._freeze(trim=trim)  # pyright: ignore[reportPrivateUsage]
 
 
 class Context:
@@ -367,8 +372,8 @@ class Context:
             response = response.without_trailing_context()
         return Segment(memoryview(self._prompt_ids).toreadonly(), response)
 
-    def freeze(self, *, trim: bool) -> Segment:
-        """Ends the context."""
+    def _freeze(self, *, trim: bool) -> Segment:
+        """Ends the context; see `freeze_context`."""
         response = self._response.without_trailing_context() if trim else self._response.seal()
         return Segment(memoryview(self._prompt_ids).toreadonly(), response)
 

@@ -47,6 +47,7 @@ from ._gate import Gate
 from ._group import GroupRunner
 from ._instruments import Instruments
 from ._judging import Judging
+from ._loops import overrides_generate_group
 from ._options import Capacity
 from ._pause import Pause, PauseContext
 from ._producer import Producer
@@ -512,6 +513,7 @@ class Engine:
                 retries=0 if spec.strategy.expired == "drop" else EXPIRED_RETRIES,
                 tail_batch=tail_batch(spec.strategy),
                 freshest_first=is_freshest_first(spec.strategy),
+                restart_whole=overrides_generate_group(spec.loop),
             )
             services = RolloutServices(
                 task=spec.name,
@@ -560,7 +562,7 @@ class Engine:
                     services=services,
                     judging=judging,
                     on_settled=partial(self._settled, spec.name),
-                    on_crash=partial(self._break, "production failed"),
+                    on_break=self._break,
                 ),
                 admission=admission,
                 share=partial(share, spec.name),
@@ -755,14 +757,17 @@ def _check_stuck(parts: _Parts, n: int) -> None:
 
 
 def _last_failure(producer: Producer) -> str:
-    failure = producer.table.last_failure
-    return "" if failure is None else f"; the last one: {failure.message}"
+    sample = producer.table.last_failure
+    if sample is None or sample.failure is None:
+        return ""
+    return f"; the last one: {sample.uid} ({sample.failure.kind}): {sample.failure.message}"
 
 
 def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatistics:
     table = producer.table
-    parked = sum(s.policy_tokens for row in table.parked for s in row.members.samples)
-    held = table.delivered_tokens + table.dropped_tokens + parked + producer.runner.live_tokens
+    parked = [sample for row in table.parked for sample in row.members.samples]
+    parked_tokens = sum(sample.policy_tokens for sample in parked)
+    held = table.delivered_tokens + table.dropped_tokens + parked_tokens
     return TaskStatistics(
         drawn=table.drawn,
         redrawn=table.redrawn,
@@ -772,9 +777,16 @@ def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatist
         flight=len(table.flight),
         dropped=dict(table.dropped),
         expired=table.expired,
+        members=table.members,
+        members_delivered=table.delivered_members,
+        members_parked=len(parked),
+        members_live=sum(members.count for members in producer.runner.live),
+        members_dropped=table.dropped_members,
+        members_shrunk=dict(table.shrunk),
+        failures=dict(table.failures),
         produced_samples=producer.runner.produced.samples,
         tokens_committed=counters.committed,
-        tokens_in_records=held,
+        tokens_in_records=held + producer.runner.live_tokens,
         tokens_expired=table.expired_tokens,
         tokens_discarded=counters.discarded,
         tokens_late=counters.late,

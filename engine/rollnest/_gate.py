@@ -61,6 +61,12 @@ class Gate:
         """Attempts that are through and not back."""
         return list(self._in_flight)
 
+    @property
+    def open_seconds(self) -> float:
+        """A clock that stands still while the gate is closed."""
+        now = self.closed_since if self.closed else self.clock()
+        return now - self.closed_seconds
+
     def close(self) -> None:
         """From now on no turn starts, and limits stand still."""
         self.closed = True

@@ -9,12 +9,20 @@ from inspect import isawaitable, iscoroutinefunction
 from typing import TypeAlias
 
 from ._checks import check_whole
+from ._live import LiveGroup
 from ._records import Message, ToolCall
 from ._rollout import Rollout
 from ._tools import HermesToolParser, Tool, ToolParser, checked_call
 from .errors import LoopError, ToolError
 
-__all__ = ["AgentLoop", "LoopFunction", "SingleTurnLoop", "ToolLoop", "as_loop"]
+__all__ = [
+    "AgentLoop",
+    "LoopFunction",
+    "SingleTurnLoop",
+    "ToolLoop",
+    "as_loop",
+    "overrides_generate_group",
+]
 
 LoopFunction: TypeAlias = "Callable[[Rollout], Awaitable[None]]"
 """An async function that generates one sample."""
@@ -35,6 +43,16 @@ class AgentLoop(ABC):
 
         An error fails this sample only. What was generated is judged after it returns.
         """
+
+    async def generate_group(self, group: LiveGroup) -> None:
+        """Generates all samples of a group; override it where they have something to do with each other.
+
+        By default they run side by side, each judged as soon as it is there. An overridden one may share an
+        environment, run them one after the other, look at their verdicts, resample and drop; see `LiveGroup`. An error
+        fails the members that have not ended yet. The engine doesn't know what the members share, so such a group is
+        generated again as a whole where others keep members that are still good.
+        """
+        await group.each(group.run)
 
 
 class SingleTurnLoop(AgentLoop):
@@ -146,6 +164,11 @@ class _FunctionLoop(AgentLoop):
 
     def __repr__(self) -> str:
         return f"<loop {getattr(self._function, '__qualname__', self._function)}>"
+
+
+def overrides_generate_group(loop: AgentLoop) -> bool:
+    """Whether a loop generates its groups itself."""
+    return type(loop).generate_group is not AgentLoop.generate_group
 
 
 def as_loop(loop: AgentLoop | LoopFunction) -> AgentLoop:

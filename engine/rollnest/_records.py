@@ -372,7 +372,8 @@ class Group:
         task: Name of its task.
         prompt: What was asked.
         visit: Number of this visit within the task, counted from 0. `(task, visit)` names the group.
-        samples: Its members, by index.
+        samples: Its members, by index unless the task's `refine` put them in another order. Indexes may have gaps:
+            members that left the group took theirs with them.
     """
 
     task: str
@@ -390,6 +391,11 @@ class Group:
                 raise ValueError(
                     f"a sample of {sample.task}/{sample.visit} in group {self.task}/{self.visit}"
                 )
+        if len({sample.index for sample in self.samples}) < len(self.samples):
+            indexes = [sample.index for sample in self.samples]
+            raise ValueError(
+                f"group {self.task}/{self.visit} has two samples of one index: {indexes}"
+            )
 
     @property
     def status(self) -> Status:

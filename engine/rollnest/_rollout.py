@@ -15,7 +15,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
-from ._context import Context, RolloutCore, RolloutServices
+from ._context import Context, RolloutCore, RolloutServices, freeze_context
 from ._gate import OverLimit
 from ._judging import GroupJudging, as_score
 from ._options import Sampling
@@ -25,10 +25,21 @@ from ._slots import Call
 from ._tree import SampleTree
 from .errors import LoopError, ToolError, describe
 
-__all__ = ["Rollout"]
+__all__ = ["Rollout", "freeze_rollout"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+
+def freeze_rollout(rollout: Rollout, status: Status, failure: Failure | None = None) -> Sample:
+    """Ends a rollout and seals its responses; the engine's part, which the handle that loops hold doesn't offer.
+
+    Args:
+        rollout: The rollout.
+        status: `COMPLETED` if the loop returned; what it did itself (`fail`, nothing generated) comes first.
+        failure: Why, if `status` is `FAILED`.
+    """
+    return rollout._freeze(status, failure)  # pyright: ignore[reportPrivateUsage]
 
 
 class Rollout:
@@ -58,12 +69,14 @@ class Rollout:
         *,
         visit: int,
         index: int,
+        place: int = 0,
         tools: Sequence[Message] | None = None,
         judging: GroupJudging | None = None,
     ) -> None:
-        self._core = core = RolloutCore(
-            services, prompt, f"{services.task}/{prompt.uid}/{visit}/{index}"
-        )
+        uid = f"{services.task}/{prompt.uid}/{visit}/{index}"
+        if place:  # a fresh one in the place of another, with seeds of its own
+            uid = f"{uid}.{place}"
+        self._core = core = RolloutCore(services, prompt, uid)
         self._visit = visit
         self._index = index
         self._started = core.since
@@ -88,7 +101,7 @@ class Rollout:
 
     @property
     def uid(self) -> str:
-        """Its name: task, prompt, visit and index."""
+        """Its name: task, prompt, visit and index, with `.1` for the first that took another's place, and so on."""
         return self._core.uid
 
     @property
@@ -110,6 +123,11 @@ class Rollout:
     def done(self) -> bool:
         """Whether nothing more can be generated: it was finished or failed, or the budget is used up."""
         return self._core.ended or self.remaining <= 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is running."""
+        return any(context.busy for context in self._core.contexts)
 
     @property
     def random(self) -> Random:
@@ -305,13 +323,8 @@ class Rollout:
             waits=tuple(waits),
         )
 
-    def freeze(self, status: Status, failure: Failure | None = None) -> Sample:
-        """Ends the rollout; its responses are sealed.
-
-        Args:
-            status: `COMPLETED` if the loop returned; what it did itself (`fail`, nothing generated) comes first.
-            failure: Why, if `status` is `FAILED`.
-        """
+    def _freeze(self, status: Status, failure: Failure | None) -> Sample:
+        """See `freeze_rollout`."""
         core = self._core
         core.frozen = True
         if status is Status.COMPLETED:
@@ -321,7 +334,7 @@ class Rollout:
             status = Status.FAILED if failure else Status.COMPLETED
         segments = self._frozen
         if segments is None:
-            segments = tuple([context.freeze(trim=core.cut) for context in core.contexts])
+            segments = tuple([freeze_context(c, trim=core.cut) for c in core.contexts])
             self._frozen = segments
             core.contexts.clear()  # a ring: only the garbage collector could free it
         return self._sample(

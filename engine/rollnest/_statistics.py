@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from attrs import field, frozen
 
 from ._attempt import TokenCounters
-from ._records import BatchStatistics, Group, Sample
+from ._records import BatchStatistics, FailureKind, Group, Sample
 from ._table import GroupTable, Row
 
 __all__ = ["EngineStatistics", "Produced", "Reading", "TaskStatistics", "batch_statistics", "read"]
@@ -29,6 +29,16 @@ class TaskStatistics:
         flight: Groups in flight.
         dropped: Groups dropped, by reason.
         expired: Times a group became too old.
+        members: Rollouts begun, or to begin, for the visits drawn:
+            `members == members_delivered + members_parked + members_live + members_dropped
+            + sum(members_shrunk.values())`.
+        members_delivered: Of these, in groups handed to the trainer.
+        members_parked: In groups that are ready, or wait to be drawn again.
+        members_live: In groups in flight.
+        members_dropped: In dropped groups.
+        members_shrunk: That left their group before it was delivered or dropped, by reason: the kind of their failure,
+            `"retried"`, `"redundant"`, `"refined"`, `"resampled"`, `"expired"`, or what a group loop said.
+        failures: Members that failed, by kind, those that were retried too.
         produced_samples: Samples that completed.
         tokens_committed: Tokens recorded in attempts.
         tokens_in_records: Of those, in samples: delivered, dropped (members that were given up too), ready, waiting
@@ -49,6 +59,13 @@ class TaskStatistics:
     flight: int
     dropped: Mapping[str, int]
     expired: int
+    members: int
+    members_delivered: int
+    members_parked: int
+    members_live: int
+    members_dropped: int
+    members_shrunk: Mapping[str, int]
+    failures: Mapping[FailureKind, int]
     produced_samples: int
     tokens_committed: int
     tokens_in_records: int

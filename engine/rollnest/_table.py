@@ -19,7 +19,7 @@ from enum import Enum
 from attrs import evolve
 
 from ._buffer import ReplayBuffer
-from ._records import Failure, Group, Prompt, Sample, Status
+from ._records import FailureKind, Group, Prompt, Sample, Status
 
 __all__ = ["EXPIRED", "EXPIRED_RETRIES", "FILTERED", "GroupTable", "Row", "RowState"]
 
@@ -31,6 +31,14 @@ FILTERED = "filtered"
 
 EXPIRED = "expired"
 """Why a group was dropped that had become too old again and again."""
+
+RESTARTED = "restarted"
+"""Why a completed member left whose group had to be generated again as a whole."""
+
+OTHER = "other"
+"""The reason in the place of those beyond the first `_REASONS`: users give them, and counters must not grow."""
+
+_REASONS = 64
 
 
 class RowState(Enum):
@@ -106,8 +114,13 @@ class GroupTable:
         dropped_tokens: Policy tokens in dropped rows and in members that were given up.
         expired_tokens: Of these, policy tokens of members that were given up when their row was drawn again.
         dropped_in_a_row: Reasons of the rows dropped since the last one became ready.
-        last_failure: Why the last failed row was dropped.
+        last_failure: A failed member of the last row that was dropped for one.
         tail: Rows of a tail batch that have not ended yet.
+        members: Rollouts begun, or to begin, for the rows so far.
+        delivered_members: Of these, members of delivered rows.
+        dropped_members: Members of dropped rows.
+        shrunk: Members that left their group before that, by reason.
+        failures: Members that failed, by kind; those that were replaced too.
     """
 
     def __init__(
@@ -118,6 +131,7 @@ class GroupTable:
         retries: int,
         tail_batch: int | None = None,
         freshest_first: bool = False,
+        restart_whole: bool = False,
     ) -> None:
         self.task = task
         self.flight: dict[int, Row] = {}
@@ -130,8 +144,14 @@ class GroupTable:
         self.dropped_tokens = 0
         self.expired_tokens = 0
         self.dropped_in_a_row: Counter[str] = Counter()
-        self.last_failure: Failure | None = None
+        self.last_failure: Sample | None = None
         self.tail = 0
+        self.members = 0
+        self.delivered_members = 0
+        self.dropped_members = 0
+        self.shrunk: Counter[str] = Counter()
+        self.failures: Counter[FailureKind] = Counter()
+        self._restart_whole = restart_whole  # whether rows that are drawn again keep no member
         self._max_staleness = max_staleness
         self._retries = retries  # of a row that has become too old
         self._buffer: ReplayBuffer[Row] = ReplayBuffer(
@@ -168,7 +188,8 @@ class GroupTable:
     def redraw(self, version: int, *, everything: bool = False) -> Row | None:
         """Puts a row that waits in flight again, expired ones first; `None` if none is due.
 
-        Members that are not complete, or too old by now, are given up: they start anew.
+        Members that are not complete, or too old by now, are given up: they start anew. So are all of a row that
+        restarts whole.
 
         Args:
             version: The policy's weight version.
@@ -181,13 +202,14 @@ class GroupTable:
         if row is None:
             return None
         for sample in self._expire_samples(row, version):
-            if sample.status is Status.COMPLETED:
+            completed = sample.status is Status.COMPLETED
+            if completed and not self._restart_whole:
                 row.kept[sample.index] = sample
-            elif sample.unjudged:
+            elif sample.unjudged and not self._restart_whole:
                 whole = evolve(sample, status=Status.COMPLETED, unjudged=False)
                 row.unjudged[sample.index] = whole
             else:
-                self.dropped_tokens += sample.policy_tokens
+                self.let_go(sample, RESTARTED if completed else sample.status.value)
                 if sample.status is Status.EXPIRED:
                     self.expired_tokens += sample.policy_tokens
         row.group = None
@@ -216,11 +238,11 @@ class GroupTable:
                 self._buffer.put(row, group.oldest_version or 0, row.visit)
                 return "ready"
             case Status.FAILED:
-                self.last_failure = failure = next(
-                    s.failure for s in samples if s.failure is not None
+                self.last_failure, kind = next(
+                    (s, s.failure.kind) for s in samples if s.failure is not None
                 )
-                self._drop(row, failure.kind)
-                return failure.kind
+                self._drop(row, kind)
+                return kind
             case Status.FILTERED:
                 self._drop(row, FILTERED)
                 return FILTERED
@@ -246,12 +268,20 @@ class GroupTable:
             self.tail += 1
         return len(rows)
 
+    def let_go(self, sample: Sample, reason: str) -> None:
+        """Counts a member that left its group."""
+        if reason not in self.shrunk and len(self.shrunk) >= _REASONS:
+            reason = OTHER
+        self.shrunk[reason] += 1
+        self.dropped_tokens += sample.policy_tokens
+
     def take(self, count: int) -> list[Row]:
         """Delivers up to `count` ready rows, oldest first or freshest first."""
         rows = self._buffer.take(count)
         for row in rows:
             row.state = RowState.DELIVERED
             self.delivered_tokens += _tokens(row)
+            self.delivered_members += len(row.members)
         self.delivered += len(rows)
         return rows
 
@@ -274,6 +304,7 @@ class GroupTable:
         self.dropped[reason] += 1
         self.dropped_in_a_row[reason] += 1
         self.dropped_tokens += _tokens(row)
+        self.dropped_members += len(row.members)
 
     def _has_expired(self, row: Row, version: int) -> bool:
         """Whether a row became too old while it waited; one that expired before counts once."""

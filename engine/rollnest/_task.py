@@ -10,7 +10,7 @@ from attrs.validators import instance_of, is_callable, optional
 
 from ._checks import real, text, whole
 from ._judgers import check_judger
-from ._loops import AgentLoop, SingleTurnLoop, as_loop
+from ._loops import AgentLoop, SingleTurnLoop, as_loop, overrides_generate_group
 from ._options import Limits, Sampling
 from ._records import Group, Message, Prompt
 from ._strategies import ProduceStrategy, SyncStrategy
@@ -77,6 +77,8 @@ class TaskSpec:
         judger: Turns a completed sample into a verdict; `None` leaves samples unscored.
         loop: How one sample is generated.
         group_size: Samples of each prompt visit.
+        redundancy: Samples started on top in each group. The first `group_size` that complete, and are judged if each
+            is judged by itself, are kept, the others cancelled; a failed one is made up for by one of these first.
         epochs: How often each prompt is visited; `None` is endlessly.
         shuffle: Whether each epoch has a seeded order of its own.
         sampling: How the policy samples.
@@ -95,6 +97,7 @@ class TaskSpec:
     judger: JudgerLike | None = field(kw_only=True, validator=_check_judger)
     loop: AgentLoop = field(default=Factory(SingleTurnLoop), kw_only=True, converter=as_loop)
     group_size: int = field(default=8, kw_only=True, validator=whole(1))
+    redundancy: int = field(default=0, kw_only=True, validator=whole(0))
     epochs: int | None = field(default=None, kw_only=True, validator=whole(1, optional=True))
     shuffle: bool = field(default=True, kw_only=True, validator=instance_of(bool))
     sampling: Sampling = field(
@@ -115,3 +118,10 @@ class TaskSpec:
     )
     starve_after: int = field(default=10, kw_only=True, validator=whole(1))
     limits: Limits = field(default=Limits(), kw_only=True, validator=instance_of(Limits))
+
+    def __attrs_post_init__(self) -> None:
+        if self.redundancy and overrides_generate_group(self.loop):
+            raise ValueError(
+                f"redundancy must be 0 for a loop that overrides generate_group and can resample itself, "
+                f"got {self.redundancy} and {self.loop!r}"
+            )

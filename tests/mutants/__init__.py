@@ -298,12 +298,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "I11",
         "verdict kept on an aborted sample",
         (
-            "_group.py",
-            "                self._samples[index] = rollout.freeze(Status.ABORTED)\n",
-            "                from attrs import evolve\n"
-            "                from ._records import Verdict\n"
-            "                aborted = rollout.freeze(Status.ABORTED)\n"
-            "                self._samples[index] = evolve(aborted, verdict=Verdict(0.0))\n",
+            "_members.py",
+            "        return freeze_rollout(self._known(index), Status.ABORTED)\n",
+            "        from ._records import Verdict\n"
+            "        aborted = freeze_rollout(self._known(index), Status.ABORTED)\n"
+            "        return evolve(aborted, verdict=Verdict(0.0))\n",
         ),
         (
             "_records.py",

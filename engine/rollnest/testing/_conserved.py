@@ -25,6 +25,14 @@ def assert_conserved(engine: Engine, *, committed: int | None = None) -> None:
             f"I7: task {name!r} drew {task.drawn}, but delivered {task.delivered} + ready {task.ready} + waiting "
             f"{task.waiting} + flight {task.flight} + dropped {dropped} = {held}"
         )
+        shrunk = sum(task.members_shrunk.values())
+        placed = (
+            task.members_delivered + task.members_parked + task.members_live + task.members_dropped
+        )
+        assert task.members == placed + shrunk, (
+            f"I7: task {name!r} had {task.members} members, but delivered {task.members_delivered} + parked "
+            f"{task.members_parked} + live {task.members_live} + dropped {task.members_dropped} + shrunk {shrunk}"
+        )
         assert task.tokens_lost == 0, (
             f"task {name!r} lost {task.tokens_lost} tokens: {task.tokens_committed} committed, "
             f"{task.tokens_in_records} in records, {task.tokens_discarded} discarded"
