@@ -130,7 +130,7 @@ def run(quick: bool) -> list[Row]:
         rows.append(row(case, "bytes", _per(backend, rounds, count, ready, count, 8)))
         few = 64
         bare = _per(backend, rounds, 1, parked, few, 8)
-        for replies, tokens in ((1, 4096), (16 if quick else 256, 16)):
+        for replies, tokens in ((1, 4096), (16, 256) if quick else (256, 16)):
             measured = partial(parked, replies=replies, tokens=tokens)
             added = [
                 (with_tokens - without) / (few * replies * tokens)
