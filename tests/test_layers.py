@@ -38,7 +38,7 @@ LAYERS: list[list[str]] = [
         "advantages",
     ],
     # 2: primitives
-    ["_bell", "_clock", "_gate", "_instruments", "_slots", "_workers"],
+    ["_bell", "_clock", "_gate", "_instruments", "_outage", "_slots", "_workers"],
     # 3: composition
     [
         "_blocking",
@@ -52,6 +52,7 @@ LAYERS: list[list[str]] = [
         "_loops",
         "_members",
         "_pause",
+        "_prober",
         "_producer",
         "_rollout",
         "_task",

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from random import SystemRandom
 
+from attrs import evolve
+
 from ._options import Sampling
 from ._response import Response, token_column
 from .errors import InferenceError
@@ -39,12 +41,21 @@ class TokenCounters:
         committed: Tokens recorded in attempts.
         late: Tokens that came after the engine had given their attempt up.
         rejected: Tokens of answers that broke a rule, or beyond the cap.
-        discarded: Committed tokens that reached no sample: of failed requests, or past a stop string.
+        discarded: Committed tokens that reached no sample: of failed requests, of probes, or past a stop string.
+        retries: Requests that were sent again because they failed for a reason that may pass.
         unseen_turns: Attempts that were cut without a reply, so that what the server had made is not known.
         resumed_turns: Turns that went on from a partial.
     """
 
-    __slots__ = ("committed", "discarded", "late", "rejected", "resumed_turns", "unseen_turns")
+    __slots__ = (
+        "committed",
+        "discarded",
+        "late",
+        "rejected",
+        "resumed_turns",
+        "retries",
+        "unseen_turns",
+    )
 
     def __init__(self) -> None:
         self.committed: int = 0
@@ -53,6 +64,7 @@ class TokenCounters:
         self.discarded: int = 0
         self.unseen_turns: int = 0
         self.resumed_turns: int = 0
+        self.retries: int = 0
 
     def __repr__(self) -> str:
         return "<TokenCounters " + " ".join(f"{n}={getattr(self, n)}" for n in self.__slots__) + ">"
@@ -242,6 +254,23 @@ class Attempt:
             )
         self.finish_reason = known
         self.detail = detail
+
+    def probe(self, version: int) -> Attempt:
+        """A request for one token after the same ids, to see whether the server answers."""
+        return Attempt(
+            self.prompt_ids,
+            max_tokens=1,
+            sampling=evolve(self.sampling, min_tokens=0),
+            affinity=self.affinity,
+            version=version,
+            vocab_size=self._vocab_size,
+            counters=self._counters,
+            newest_version=self._newest_version,
+        )
+
+    def discard(self) -> None:
+        """Counts what was received as discarded: it is to be in no record."""
+        self._counters.discarded += len(self.received)
 
     def close(self) -> None:
         """Gives the attempt up: whatever still comes is counted as late and not recorded."""

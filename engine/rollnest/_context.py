@@ -20,6 +20,7 @@ from ._continuation import attempt_seed, check_training, tokens_through_stop
 from ._gate import Gate, OverLimit
 from ._instruments import Instruments
 from ._options import Limits, Sampling
+from ._outage import Outage, Retries
 from ._records import Failure, Message, Prompt, Segment, Turn
 from ._response import Response, token_column
 from ._slots import Slots
@@ -32,9 +33,6 @@ __all__ = ["Context", "RolloutCore", "RolloutServices", "freeze_context"]
 
 _NOTHING = Response().seal()
 
-# A server that ends turns unasked and without a token would be asked again at once, for ever.
-_EMPTY_ABORTS = 3
-
 
 @frozen(eq=False)
 class RolloutServices:
@@ -44,6 +42,7 @@ class RolloutServices:
     controller: InferenceController
     capabilities: Capabilities
     gate: Gate
+    outage: Outage
     tokenizer: Tokenizer | None
     workers: Workers
     tool_slots: Slots
@@ -191,6 +190,7 @@ class Context:
         self._reserved = 0  # how far the turn that is running may take the response
         self._running: Attempt | None = None
         self._since = 0.0  # when the turn began to wait for the gate, or went through
+        self._mark = 0  # requests that had failed in all when the last attempt was sent
 
     @property
     def messages(self) -> tuple[Message, ...] | None:
@@ -381,7 +381,8 @@ class Context:
         services = self._core.services
         limit = services.gate.limit(services.limits.turn)
         reason: Literal["stop", "length"] | None = None
-        attempts = empty = resumed = 0
+        retries: Retries | None = None
+        attempts = resumed = 0
         if cap <= 0:
             self._core.cut = True
             await checkpoint()
@@ -392,19 +393,28 @@ class Context:
                 break
             resumed = resumed or got
             epoch = services.gate.epoch
-            attempt, stopped = await self._run_attempt(sampling, start, cap - got, limit)
+            attempt, stopped, error = await self._run_attempt(sampling, start, cap - got, limit)
             attempts += 1
             reason = "stop" if stopped else self._reason(attempt, sampling, start)
             if reason is None:
                 self._since = services.gate.clock()
-            if reason is None and not attempt.received:
-                asked = services.gate.closed or services.gate.epoch != epoch
-                empty = 0 if asked else empty + 1
-                if empty >= _EMPTY_ABORTS:
-                    raise InferenceError(
-                        f"the server aborted {empty} times unasked and without a token",
-                        retryable=True,
-                    )
+            if attempt.received:
+                services.outage.good = attempt
+                if services.outage.failures and error is None:
+                    services.outage.worked(self._mark)
+                    retries = None
+            elif error is not None:
+                reason = None
+            elif reason is None:
+                error = InferenceError("the server aborted unasked and without a token")
+            if reason is not None or error is None:
+                continue
+            if services.gate.closed or services.gate.epoch != epoch:
+                continue  # whatever it says, it was asked to stop
+            if retries is None:
+                retries = Retries(services.outage, f"{services.task}/{self._core.prompt.uid}")
+            await retries.again(error, attempt)
+            services.counters.retries += 1
         if attempts and start == len(self._response):
             raise InferenceError("the server's answer is unusable: it ended without a single token")
         if resumed:
@@ -424,13 +434,15 @@ class Context:
 
     async def _run_attempt(
         self, sampling: Sampling, start: int, cap: int, limit: AbstractContextManager[None]
-    ) -> tuple[Attempt, bool]:
+    ) -> tuple[Attempt, bool, InferenceError | None]:
         """Runs one request and keeps what it brought.
 
-        A request that fails leaves the response as it was. One that is aborted or cancelled keeps its partial.
+        A request whose answer is unusable leaves the response as it was. One that is aborted or cancelled, or that
+        fails for a reason that may pass, keeps its partial: that was checked when it came.
 
         Returns:
-            The attempt, and whether its tokens completed a stop string across the seam of two attempts.
+            The attempt; whether its tokens completed a stop string across the seam of two attempts; and why it failed,
+            if it may be sent again.
         """
         core, services = self._core, self._core.services
         core.attempts += 1
@@ -444,26 +456,36 @@ class Context:
             usable = True
             self._running = attempt
             self._since = services.gate.clock()
+            self._mark = services.outage.failures
             services.instruments.tell("turn_started", attempt)
             return attempt
 
+        failure: InferenceError | None = None
         try:
-            done = await services.gate.pass_through(build, services.controller.generate, limit)
+            await services.gate.pass_through(build, services.controller.generate, limit)
         except Exception as error:
-            usable = False
-            if isinstance(error, InferenceError | UnsupportedSampling):
-                raise
-            if isinstance(error, OverLimit):
-                message = f"the turn took over {services.limits.turn} s"
-            else:
-                message = f"the controller raised {describe(error)}"
-            raise InferenceError(message) from error
+            failure = self._failure(error)
+            usable = failure.retryable and attempt is not None and bool(attempt.received)
+            if not failure.retryable:
+                if isinstance(error, InferenceError | UnsupportedSampling):
+                    raise
+                raise failure from error
         finally:
             self._running = None
             if attempt is not None:
                 stopped = self._keep(attempt, sampling, start, usable)
                 services.instruments.tell("turn_ended", attempt)
-        return done, stopped
+        assert attempt is not None
+        return attempt, stopped, failure
+
+    def _failure(self, error: Exception) -> InferenceError:
+        """What a request failed with, as the controller's error."""
+        if isinstance(error, InferenceError):
+            return error
+        if isinstance(error, OverLimit):
+            return InferenceError(f"the turn took over {self._core.services.limits.turn} s")
+        message = f"the controller raised {describe(error)}"
+        return InferenceError(message, retryable=isinstance(error, ConnectionError))
 
     def _attempt(self, sampling: Sampling, start: int, cap: int, number: int) -> Attempt:
         services = self._core.services

@@ -49,7 +49,9 @@ from ._instruments import Instruments
 from ._judging import Judging
 from ._loops import overrides_generate_group
 from ._options import Capacity
+from ._outage import Outage
 from ._pause import Pause, PauseContext
+from ._prober import Prober
 from ._producer import Producer
 from ._records import Batch
 from ._sampler import Sampler
@@ -88,6 +90,8 @@ class _Parts:
     """What an entered engine is made of."""
 
     gate: Gate
+    outage: Outage
+    prober: Prober
     workers: Workers
     producers: Mapping[str, Producer]
     counters: Mapping[str, TokenCounters]
@@ -115,6 +119,8 @@ class Engine:
         capacity: How much runs at once.
         allocate: Shares each batch among the tasks; asked once a step, and again if a task ends.
         control_timeout: Seconds that one control call of the controller (pause, resume) may take.
+        outage: Seconds for which the policy's server may be down, pauses not counted. Requests that fail for a reason that
+            may pass are sent again, and turns wait; after that long without one that worked, the engine breaks.
         exit_grace: Seconds at the end of the block for closing the controller, and for worker threads.
         version: Weight version that the policy starts with.
         seed: Of shuffles, `rollout.random` and derived sampling seeds.
@@ -139,6 +145,7 @@ class Engine:
         capacity: Capacity = Capacity(),  # noqa: B008  (frozen)
         allocate: Allocate = by_weight,
         control_timeout: float = 30.0,
+        outage: float = 600.0,
         exit_grace: float = 5.0,
         version: int = 0,
         seed: int = 0,
@@ -155,6 +162,7 @@ class Engine:
                 f"allocate must be a function of an AllocationRequest, got {allocate!r}"
             )
         check_real("control_timeout", control_timeout, 0, open_below=True)
+        check_real("outage", outage, 0, open_below=True)
         check_real("exit_grace", exit_grace, 0)
         check_whole("version", version, 0)
         check_whole("seed", seed, 0)
@@ -166,6 +174,7 @@ class Engine:
         self._capacity = capacity
         self._allocate = allocate
         self._control_timeout = control_timeout
+        self._outage = outage
         self._exit_grace = exit_grace
         self._first_version = version
         self._seed = seed
@@ -266,6 +275,7 @@ class Engine:
         try:
             with self._production:
                 async with create_task_group() as producers:
+                    producers.start_soon(parts.prober.run, name="rollnest prober")
                     for name, producer in parts.producers.items():
                         producers.start_soon(producer.run, name=f"producer {name}")
         except Exception as error:
@@ -404,6 +414,9 @@ class Engine:
             turns_in_flight=len(parts.gate.in_flight),
             pauses=parts.gate.epoch,
             pause_seconds=parts.gate.closed_seconds,
+            outages=parts.outage.count,
+            outage_seconds=parts.outage.seconds,
+            failed_requests=parts.outage.failures,
             abandoned_threads=len(parts.workers.abandoned),
             tasks={
                 name: _task_statistics(producer, parts.counters[name])
@@ -491,6 +504,14 @@ class Engine:
             stop_token_ids |= self._tokenizer.stop_token_ids
         clock = loop_clock()
         gate = Gate(version=self._first_version, slots=Slots(self._capacity.turns), clock=clock)
+        outage = Outage(gate, self._instruments, self._outage)
+        prober = Prober(
+            outage,
+            gate=gate,
+            controller=self._controller,
+            instruments=self._instruments,
+            on_over=self._give_up,
+        )
         workers = Workers()
         judge_slots = Slots(self._capacity.judges, clock, name="judge slot")
         tool_slots = Slots(self._capacity.tools, clock, name="tool slot")
@@ -520,6 +541,7 @@ class Engine:
                 controller=self._controller,
                 capabilities=capabilities,
                 gate=gate,
+                outage=outage,
                 tokenizer=self._tokenizer,
                 workers=workers,
                 tool_slots=tool_slots,
@@ -595,6 +617,8 @@ class Engine:
         eviction = Eviction(producer.runner for producer in producers.values())
         return _Parts(
             gate,
+            outage,
+            prober,
             workers,
             producers,
             counters,
@@ -647,6 +671,10 @@ class Engine:
         _log.error("the engine is broken: %s", why, exc_info=cause)
         self._production.cancel()
         self._ready.ring()
+
+    def _give_up(self, causes: Sequence[Exception]) -> None:
+        why = f"no request to the policy's server worked for {self._outage:g} s"
+        self._break(why, ExceptionGroup(why, causes))
 
     def _entered(self) -> _Parts:
         if self._parts is None:
@@ -792,6 +820,7 @@ def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatist
         tokens_late=counters.late,
         tokens_rejected=counters.rejected,
         resumed_turns=counters.resumed_turns,
+        retries=counters.retries,
         unseen_turns=counters.unseen_turns,
     )
 

@@ -4,7 +4,10 @@ It closes and opens synchronously. A turn registers in the same step in which it
 pause can miss one; after waking, and after waiting for a slot, it looks at the gate again, because the next
 pause may already be on. What a turn brought is what stands in its attempt, never what a scope says.
 
-Limits count only while the gate is open: they stop when it closes and go on when it opens.
+A second barrier is shut while the policy's server is down (`_outage`): turns wait there as at the closed gate, and a
+pause is something else. Only probes pass it.
+
+Limits count only while turns may pass: they stop when the gate closes or is barred, and go on when it is neither.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ class Gate:
     Attributes:
         version: The policy's weight version.
         epoch: How often the gate was closed so far.
-        closed: Whether turns have to wait.
+        closed: Whether a pause is on.
+        barred: Whether the server is down, or may be.
+        shut: Whether turns have to wait: it is closed or barred.
         closed_since: When it was closed last.
         closed_seconds: Time it was closed, pauses that are over.
         clock: The event loop's time.
@@ -48,6 +53,8 @@ class Gate:
         self.clock = clock
         self.epoch: int = 0
         self.closed: bool = False
+        self.barred: bool = False
+        self.shut: bool = False
         self.closed_seconds: float = 0.0
         self.closed_since = 0.0
         self.slots = slots
@@ -72,15 +79,42 @@ class Gate:
         self.closed = True
         self.epoch += 1
         self.closed_since = self.clock()
-        for limit in self._limits:
-            limit.stop()
+        self._shut()
 
     def open(self) -> None:
-        """Lets every waiting turn through."""
+        """Lets every waiting turn through, unless it is barred too."""
         self.closed = False
         self.closed_seconds += self.clock() - self.closed_since
-        for limit in self._limits:
-            limit.go()
+        self._unshut()
+
+    def bar(self) -> None:
+        """As `close`, but it is no pause, and probes pass."""
+        self.barred = True
+        self._shut()
+
+    def unbar(self) -> None:
+        """Lets every waiting turn through, unless a pause is on."""
+        self.barred = False
+        self._unshut()
+
+    @property
+    def open_seconds(self) -> float:
+        """The event loop's time without that of pauses."""
+        paused = self.closed_seconds
+        return (self.closed_since if self.closed else self.clock()) - paused
+
+    def _shut(self) -> None:
+        if not self.shut:
+            self.shut = True
+            for limit in self._limits:
+                limit.stop()
+
+    def _unshut(self) -> None:
+        if not self.closed and not self.barred:
+            self.shut = False
+            for limit in self._limits:
+                limit.go()
+        # A probe waits for the end of a pause only, so all look again.
         opened, self._opened = self._opened, Event()
         opened.set()
 
@@ -93,9 +127,32 @@ class Gate:
         )
 
     async def wait_open(self) -> None:
-        """Waits until the gate is open; look at it again after any other await."""
+        """Waits until turns may pass; look at it again after any other await."""
+        while self.shut:
+            await self._opened.wait()
+
+    async def wait_unpaused(self) -> None:
+        """Waits until no pause is on, whether it is barred or not."""
         while self.closed:
             await self._opened.wait()
+
+    async def probe(
+        self, build: Callable[[], Attempt], generate: Callable[[Attempt], Awaitable[None]]
+    ) -> Attempt:
+        """Runs one attempt past the barrier, but not in a pause; it takes no slot, since those may all hang.
+
+        Cancellation: as `pass_through`.
+        """
+        await self.wait_unpaused()
+        attempt = build()
+        scope = CancelScope()
+        self._in_flight[attempt] = scope
+        try:
+            with scope:
+                await generate(attempt)
+        finally:
+            self._end(attempt)
+        return attempt
 
     async def pass_through(
         self,
@@ -120,12 +177,12 @@ class Gate:
             OverLimit: The limit is over.
         """
         while True:
-            if self.closed:
+            if self.shut:
                 await self.wait_open()
             if not self.slots.take():
                 await self.slots.acquire()
             try:
-                if self.closed:  # a pause began while this turn waited for its slot
+                if self.shut:  # a pause or an outage began while this turn waited for its slot
                     continue
                 attempt = build()
                 scope = CancelScope()
@@ -134,15 +191,18 @@ class Gate:
                     with limit, scope:
                         await generate(attempt)
                 finally:
-                    attempt.close()
-                    del self._in_flight[attempt]
-                    if not self._in_flight and self._until_quiet is not None:
-                        self._until_quiet.cancel()
+                    self._end(attempt)
                 if attempt.finish_reason is None and not scope.cancel_called:
                     raise InferenceError("the controller returned without finishing the attempt")
                 return attempt
             finally:
                 self.slots.release()
+
+    def _end(self, attempt: Attempt) -> None:
+        attempt.close()
+        del self._in_flight[attempt]
+        if not self._in_flight and self._until_quiet is not None:
+            self._until_quiet.cancel()
 
     @contextmanager
     def until_quiet(self) -> Generator[None]:
@@ -166,19 +226,19 @@ class Gate:
         return nullcontext() if seconds is None else Limit(self, seconds)
 
     def enter_limit(self, limit: Limit) -> None:
-        """Registers a running limit, so that closing the gate stops it."""
+        """Registers a running limit, so that shutting the gate stops it."""
         self._limits.add(limit)
-        if not self.closed:
+        if not self.shut:
             limit.go()
 
     def leave_limit(self, limit: Limit) -> None:
         """Takes a limit out."""
-        if not self.closed:
+        if not self.shut:
             limit.stop()
         self._limits.discard(limit)
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "open"
+        state = "closed" if self.closed else "barred" if self.barred else "open"
         return f"<Gate {state}, v{self.version}, {len(self._in_flight)} turns in flight>"
 
 

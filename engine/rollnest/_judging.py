@@ -360,7 +360,7 @@ class _PolicySlots(Slots):
         while True:
             await self._gate.wait_open()
             await self._slots.acquire(patience)
-            if not self._gate.closed:
+            if not self._gate.shut:
                 return
             self._slots.release()  # a pause began while this one waited for its slot
 

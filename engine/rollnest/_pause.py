@@ -310,6 +310,10 @@ class PauseContext:
             self._release()
 
     def _go_on(self, failure: Exception | None) -> None:
+        if failure is not None and self._gate.barred:
+            # The server is down, which a pause does not change: the probe finds out when it answers.
+            _log.warning("the controller did not resume in an outage: %s", describe(failure))
+            failure = None
         if failure is None:
             self._gate.open()
             self._instruments.tell("gate_opened", self._gate.version)

@@ -48,6 +48,7 @@ class TaskStatistics:
         tokens_late: Tokens that came after their attempt was given up.
         tokens_rejected: Tokens of unusable answers, or beyond a cap.
         resumed_turns: Turns that went on from a partial.
+        retries: Requests that were sent again because they failed for a reason that may pass.
         unseen_turns: Attempts that were cut without a reply.
     """
 
@@ -74,6 +75,7 @@ class TaskStatistics:
     tokens_late: int
     tokens_rejected: int
     resumed_turns: int
+    retries: int = 0
     unseen_turns: int
 
     @property
@@ -92,6 +94,9 @@ class EngineStatistics:
         turns_in_flight: Turns at the server now.
         pauses: How often the gate was closed.
         pause_seconds: Time it was closed, pauses that are over.
+        outages: How often the policy's server was down.
+        outage_seconds: Time it was down, outages that are over; pauses are not counted.
+        failed_requests: Requests that failed for a reason that may pass.
         abandoned_threads: Worker threads that nobody waits for any more and that still run.
         tasks: Figures of each task.
     """
@@ -101,6 +106,9 @@ class EngineStatistics:
     turns_in_flight: int
     pauses: int
     pause_seconds: float
+    outages: int = 0
+    outage_seconds: float = 0.0
+    failed_requests: int = 0
     abandoned_threads: int
     tasks: Mapping[str, TaskStatistics] = field(repr=False)
 

@@ -135,7 +135,9 @@ class InferenceController(Protocol):
         Cancellation: tells the server, drops the request and returns soon; what was committed stays.
 
         Raises:
-            InferenceError: The server failed. What was committed before is not used.
+            InferenceError: The server failed. If it is `retryable`, what was committed before is kept, and the engine goes
+                on from there with another attempt: the controller has seen to it that the server is done with this one.
+                Otherwise nothing of it is used. The engine is the one that retries; a controller does not.
         """
         ...
 
@@ -308,6 +310,12 @@ class Instrument:
 
     def gate_opened(self, version: int) -> None:
         """Production goes on."""
+
+    def outage_began(self, error: Exception) -> None:
+        """The policy's server is down: requests failed, and so did a probe, with this error."""
+
+    def outage_ended(self, seconds: float) -> None:
+        """It answers again, after that long; pauses are not counted."""
 
     def batch_delivered(self, batch: Batch) -> None:
         """A batch was handed to the trainer."""

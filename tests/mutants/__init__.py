@@ -238,17 +238,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "no second look at the gate after waiting for a slot",
         (
             "_gate.py",
-            "                if self.closed:  # a pause began",
+            "                if self.shut:  # a pause",
             "                if False:  #",
         ),
     ),
     _mutant(
         "I10",
         "no second look at the gate after waking",
-        ("_gate.py", "while self.closed:\n", "if self.closed:\n"),
+        ("_gate.py", "while self.shut:\n", "if self.shut:\n"),
         (
             "_gate.py",
-            "                if self.closed:  # a pause began",
+            "                if self.shut:  # a pause",
             "                if False:  #",
         ),
     ),

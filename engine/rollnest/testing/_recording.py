@@ -64,3 +64,11 @@ class RecordingInstrument(Instrument):
     def batch_delivered(self, batch: Batch) -> None:
         """Records it."""
         self.events.append(("batch_delivered", batch.index))
+
+    def outage_began(self, error: Exception) -> None:
+        """Records it."""
+        self.events.append(("outage_began", str(error)))
+
+    def outage_ended(self, seconds: float) -> None:
+        """Records it."""
+        self.events.append(("outage_ended", seconds))

@@ -296,7 +296,7 @@ class ScriptedController:
                 self.wasted += self._due(ids, reply, started)
                 raise
         if reply.error is not None:
-            raise reply.error
+            raise reply.error.with_traceback(None)  # one object may be raised many times
         if answering.aborted:
             due = due if due is not None else max(sent, self._due(ids, reply, started))
             self._commit(attempt, ids[sent:due], logprobs[sent:due], reply)
