@@ -162,6 +162,7 @@ class Context:
         "_busy",
         "_core",
         "_index",
+        "_mark",
         "_messages",
         "_prompt_ids",
         "_reserved",

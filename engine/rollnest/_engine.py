@@ -119,8 +119,8 @@ class Engine:
         capacity: How much runs at once.
         allocate: Shares each batch among the tasks; asked once a step, and again if a task ends.
         control_timeout: Seconds that one control call of the controller (pause, resume) may take.
-        outage: Seconds for which the policy's server may be down, pauses not counted. Requests that fail for a reason that
-            may pass are sent again, and turns wait; after that long without one that worked, the engine breaks.
+        outage: Seconds for which the policy's server may be down, pauses not counted. Requests that fail for a reason
+            that may pass are sent again, and turns wait; after that long without one that worked, the engine breaks.
         exit_grace: Seconds at the end of the block for closing the controller, and for worker threads.
         version: Weight version that the policy starts with.
         seed: Of shuffles, `rollout.random` and derived sampling seeds.

@@ -10,9 +10,9 @@ again, a few times, further and further apart. Only two things then decide whose
                             forgiven, and nothing fails because of it
     no request works for too long -> the engine breaks, with the last causes
 
-So a server that is down costs no prompt, and a prompt that the server can't take costs no other one anything. "In a row"
-and "since" are counted in failures, not in seconds: a request proves something about the server if it was sent after
-so many failures and worked.
+So a server that is down costs no prompt, and a prompt that the server can't take costs no other one anything. "In a
+row" and "since" are counted in failures, not in seconds: a request proves something about the server if it was sent
+after so many failures and worked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ._attempt import Attempt
 from ._bell import Bell
 from ._gate import Gate
 from ._instruments import Instruments
-from .errors import InferenceError
+from .errors import InferenceError, describe
 
 __all__ = ["Outage", "Retries"]
 
@@ -64,7 +64,7 @@ class Outage:
         self._since = 0.0  # when it was barred, or a request last worked
         self._spent = 0.0  # of the limit, in times before that it was barred
         self._suspects: dict[str, tuple[int, Attempt]] = {}
-        self._errors: deque[Exception] = deque(maxlen=_CAUSES)
+        self._errors: deque[InferenceError] = deque(maxlen=_CAUSES)
 
     @property
     def barred(self) -> bool:
@@ -77,8 +77,8 @@ class Outage:
         return self._limit - self._spent - (self._gate.open_seconds - self._since)
 
     @property
-    def causes(self) -> tuple[Exception, ...]:
-        """The last errors, oldest first."""
+    def causes(self) -> tuple[InferenceError, ...]:
+        """What the last requests failed with, oldest first; without tracebacks, so that they hold nothing alive."""
         return tuple(self._errors)
 
     def worked(self, mark: int) -> None:
@@ -89,12 +89,16 @@ class Outage:
         """
         self._spent = 0.0
         self._since = self._gate.open_seconds
-        if mark > self.proof:
-            self.proof = mark
-        if self.proof == self.failures:
-            self._suspects.clear()
+        self._prove(mark)
         if self._gate.barred:
             self.bell.ring()
+
+    def _prove(self, mark: int) -> None:
+        if mark > self.proof:
+            self.proof = mark
+            if mark == self.failures:
+                self._suspects.clear()
+                self._errors.clear()
 
     def failed(self, prompt: str, error: Exception, attempt: Attempt) -> int:
         """Takes note of a request that failed.
@@ -103,7 +107,7 @@ class Outage:
             Its number.
         """
         self.failures += 1
-        self._errors.append(error)
+        self._errors.append(_plain(error))
         self._suspects.pop(prompt, None)
         self._suspects[prompt] = self.failures, attempt
         for name, (number, _) in list(self._suspects.items()):
@@ -129,7 +133,7 @@ class Outage:
 
     def unanswered(self, error: Exception) -> None:
         """Takes note of a probe that failed: it is an outage."""
-        self._errors.append(error)
+        self._errors.append(_plain(error))
         if not self._on:
             self._on = True
             self.count += 1
@@ -138,7 +142,7 @@ class Outage:
     def answered(self, mark: int) -> None:
         """Takes note of a probe that worked, and lets turns through again."""
         gate = self._gate
-        self.proof = max(self.proof, mark)
+        self._prove(mark)
         self._spent += gate.open_seconds - self._since
         seconds = gate.open_seconds - self._barred_at
         gate.unbar()
@@ -153,6 +157,11 @@ class Outage:
         else:
             state = "suspected" if self._gate.barred else "none"
         return f"<Outage {state}, {self.count} so far, {self.failures} requests failed>"
+
+
+def _plain(error: Exception) -> InferenceError:
+    text = str(error) if isinstance(error, InferenceError) else describe(error)
+    return InferenceError(text, retryable=True)
 
 
 class Retries:

@@ -135,9 +135,9 @@ class InferenceController(Protocol):
         Cancellation: tells the server, drops the request and returns soon; what was committed stays.
 
         Raises:
-            InferenceError: The server failed. If it is `retryable`, what was committed before is kept, and the engine goes
-                on from there with another attempt: the controller has seen to it that the server is done with this one.
-                Otherwise nothing of it is used. The engine is the one that retries; a controller does not.
+            InferenceError: The server failed. If it is `retryable`, what was committed before is kept, and the engine
+                goes on from there with another attempt: the controller has seen to it that the server is done with
+                this one. Otherwise nothing of it is used. The engine is the one that retries; a controller does not.
         """
         ...
 

@@ -54,8 +54,8 @@ class InferenceError(RollnestError):
     """The policy's server failed a request, or answered something that can't be used.
 
     Attributes:
-        retryable: Whether the same request may succeed when it is sent again: the server is down or overloaded. The engine
-            sends it again, and no sample fails for it unless the server works for others.
+        retryable: Whether the same request may succeed when it is sent again: the server is down or overloaded. The
+            engine sends it again, and no sample fails for it unless the server works for others.
         maybe_executed: Whether the server may have generated something for it.
     """
 
