@@ -236,6 +236,12 @@ def cases() -> list[Case]:
             ("batch_size", "0"),
         ),
         Case(
+            "no time for an outage",
+            raising(lambda: Engine(ScriptedController(), task(), outage=0)),
+            "ValueError",
+            ("outage", "0"),
+        ),
+        Case(
             "room for no group",
             raising(lambda: Capacity(groups=0)),
             "ValueError",

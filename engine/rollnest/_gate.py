@@ -120,11 +120,13 @@ class Gate:
 
     def wait(self, seconds: float) -> Wait:
         """What it is to wait for being let through, for so long."""
-        if not self.closed:
-            return self.slots.wait(seconds)
-        return Wait(
-            "gate", seconds, f"the gate (closed for {self.clock() - self.closed_since:.1f} s)"
-        )
+        if self.closed:
+            return Wait(
+                "gate", seconds, f"the gate (closed for {self.clock() - self.closed_since:.1f} s)"
+            )
+        if self.barred:
+            return Wait("server", seconds, "the server to answer a probe")
+        return self.slots.wait(seconds)
 
     async def wait_open(self) -> None:
         """Waits until turns may pass; look at it again after any other await."""
