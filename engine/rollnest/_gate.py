@@ -70,7 +70,7 @@ class Gate:
 
     @property
     def open_seconds(self) -> float:
-        """A clock that stands still while the gate is closed."""
+        """A clock that stands still in pauses."""
         now = self.closed_since if self.closed else self.clock()
         return now - self.closed_seconds
 
@@ -96,12 +96,6 @@ class Gate:
         """Lets every waiting turn through, unless a pause is on."""
         self.barred = False
         self._unshut()
-
-    @property
-    def open_seconds(self) -> float:
-        """The event loop's time without that of pauses."""
-        paused = self.closed_seconds
-        return (self.closed_since if self.closed else self.clock()) - paused
 
     def _shut(self) -> None:
         if not self.shut:
