@@ -27,7 +27,6 @@ PENDING = {
     "an empty batch of too old weights repeats the step after a sync",
     "evaluation comes before production goes on",
     "weights are published every few steps, with the right version",
-    "a dump of tasks when something hangs",
 }
 """Of this issue, and not built yet; to be empty when it is closed."""
 
