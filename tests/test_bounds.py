@@ -7,6 +7,7 @@ too: it must be empty, or `BOUNDS` must say how large it may become, whatever th
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import tracemalloc
 from array import array
@@ -477,6 +478,8 @@ class Run:
 
 @pytest.fixture
 def traced() -> Iterator[None]:
+    # Tracing makes everything several times slower: a minute, or longer than pytest's own limit on a busy machine.
+    faulthandler.dump_traceback_later(1200, exit=True)
     gc.collect()
     gc.freeze()  # what other tests have loaded need not be looked at again and again
     tracemalloc.start(1)
