@@ -22,14 +22,12 @@ LATER = {"Engine.save": "save", "Engine.restore": "restore"}
 PENDING = {
     "AgentLoop.generate_group",
     "AsyncStrategy(partial=)",
-    "Engine(publish_every=)",
     "LiveGroup",
     "LiveGroup.resample",
     "TaskSpec.refine",
     "abc.PromptSource",
     "abc.PromptSource.load_state_dict",
     "abc.PromptSource.state_dict",
-    "errors.Stuck",
 }
 """Counterparts of this issue that are not built yet; to be empty when it is closed."""
 

@@ -176,6 +176,27 @@ async def test_a_negative_bound_is_refused(
         make(max_staleness=-1)
 
 
+async def test_without_a_tail_batch_what_expired_comes_first_and_more_is_started_on_top() -> None:
+    controller = ScriptedController(rate=10.0)
+    strategy = AsyncStrategy(max_staleness=0, lead=0, oversample=0.5)
+    async with Engine(controller, spec(strategy=strategy), batch_size=4) as engine:
+        await anyio.sleep(100.0)
+        assert engine.statistics().tasks["task"].ready == 6  # a batch, and half of one on top
+        assert len(await engine.next_batch()) == 4
+        await anyio.sleep(100.0)
+        async with engine.paused() as pause:
+            await pause.update_weights({})
+        await anyio.sleep(100.0)
+        figures = engine.statistics().tasks["task"]
+        assert (figures.drawn, figures.expired, figures.redrawn) == (10, 6, 6)  # nothing fresh
+        batch = await engine.next_batch()
+        assert {sample.lag(batch.version) for sample in batch.samples} == {0}
+        await anyio.sleep(100.0)
+        figures = engine.statistics().tasks["task"]
+        assert (figures.drawn, figures.ready) == (14, 6)
+    assert_conserved(engine, committed=controller.committed)
+
+
 async def test_many_rounds_never_exceed_the_budget() -> None:
     caps: list[int] = []
 
