@@ -28,6 +28,7 @@ LAYERS: list[list[str]] = [
         "_continuation",
         "_delivery",
         "_judgers",
+        "_process_judger",
         "_sampler",
         "_statistics",
         "_streak",
@@ -38,7 +39,17 @@ LAYERS: list[list[str]] = [
         "advantages",
     ],
     # 2: primitives
-    ["_bell", "_clock", "_gate", "_instruments", "_outage", "_slots", "_workers"],
+    [
+        "_bell",
+        "_clock",
+        "_gate",
+        "_instruments",
+        "_outage",
+        "_process_worker",
+        "_processes",
+        "_slots",
+        "_workers",
+    ],
     # 3: composition
     [
         "_blocking",

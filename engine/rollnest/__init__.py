@@ -21,6 +21,7 @@ from ._options import Capacity as Capacity
 from ._options import Limits as Limits
 from ._options import Sampling as Sampling
 from ._pause import Pause as Pause
+from ._process_judger import ProcessJudger as ProcessJudger
 from ._records import Batch as Batch
 from ._records import BatchStatistics as BatchStatistics
 from ._records import Failure as Failure

@@ -52,6 +52,8 @@ from ._options import Capacity
 from ._outage import Outage
 from ._pause import Pause, PauseContext
 from ._prober import Prober
+from ._process_judger import main_file
+from ._processes import Processes
 from ._producer import Producer
 from ._records import Batch
 from ._sampler import Sampler
@@ -85,7 +87,7 @@ class _State(Enum):
     CLOSED = "closed"
 
 
-@frozen(eq=False)
+@frozen(eq=False, kw_only=True)
 class _Parts:
     """What an entered engine is made of."""
 
@@ -93,6 +95,7 @@ class _Parts:
     outage: Outage
     prober: Prober
     workers: Workers
+    processes: Processes
     producers: Mapping[str, Producer]
     counters: Mapping[str, TokenCounters]
     delivery: Delivery
@@ -283,6 +286,7 @@ class Engine:
         finally:
             try:
                 with CancelScope(shield=True):  # bounded by `exit_grace`
+                    await parts.processes.close(self._exit_grace)
                     await parts.workers.drain(self._exit_grace)
             finally:
                 self._production_over.set()
@@ -439,6 +443,10 @@ class Engine:
         for slots in (parts.judge_slots, parts.tool_slots):
             for call in slots.calls:
                 calls.setdefault(call.by, []).append(call)
+        for slots in parts.processes.slots:
+            for call in slots.calls:
+                if not call.running:  # else it stands among the judge slots
+                    calls.setdefault(call.by, []).append(call)
         return EngineTree(
             state=state,
             version=parts.gate.version,
@@ -513,6 +521,7 @@ class Engine:
             on_over=self._give_up,
         )
         workers = Workers()
+        processes = Processes(clock, main_file())
         judge_slots = Slots(self._capacity.judges, clock, name="judge slot")
         tool_slots = Slots(self._capacity.tools, clock, name="tool slot")
         weights = {spec.name: spec.weight for spec in self._specs}
@@ -564,6 +573,7 @@ class Engine:
                     gate=gate,
                     slots=judge_slots,
                     workers=workers,
+                    processes=processes,
                     limit=spec.limits.judge,
                 )
             )
@@ -614,19 +624,19 @@ class Engine:
             on_expired=admission.changed,
             batch_size=self._batch_size,
         )
-        eviction = Eviction(producer.runner for producer in producers.values())
         return _Parts(
-            gate,
-            outage,
-            prober,
-            workers,
-            producers,
-            counters,
-            delivery,
-            admission,
-            eviction,
-            judge_slots,
-            tool_slots,
+            gate=gate,
+            outage=outage,
+            prober=prober,
+            workers=workers,
+            processes=processes,
+            producers=producers,
+            counters=counters,
+            delivery=delivery,
+            admission=admission,
+            eviction=Eviction(producer.runner for producer in producers.values()),
+            judge_slots=judge_slots,
+            tool_slots=tool_slots,
         )
 
     def _settled(self, task: str) -> None:

@@ -6,7 +6,7 @@ engine does, each under the rules of any judger (threads, slots, limits). So a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from inspect import iscoroutinefunction
 from typing import Any, TypeAlias
@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from attrs import Attribute, field, frozen
 
 from ._checks import check_real, check_text
+from ._process_judger import ProcessJudger
 from ._records import Prompt, Sample, Verdict
 from .abc import BatchJudger, CompositeJudger, Judger, JudgerLike, VerdictLike
 from .errors import JudgeError
@@ -25,6 +26,7 @@ __all__ = [
     "check_judger",
     "is_composite",
     "judges_groups",
+    "process_judgers",
 ]
 
 Merge: TypeAlias = "Callable[[Sample, Mapping[str, Verdict]], VerdictLike]"
@@ -165,6 +167,17 @@ def check_judger(name: str, judger: object) -> None:
         raise TypeError(f"{name} says judges_groups, but has no batch_judge: {judger!r}")
 
 
+def process_judgers(judger: object) -> Iterator[ProcessJudger]:
+    """Those that run in processes: itself, or parts of our own composites."""
+    if isinstance(judger, ProcessJudger):
+        yield judger
+    elif isinstance(judger, ComposedJudger | RoutedJudger):
+        for part in judger.judgers.values():
+            yield from process_judgers(part)
+        if isinstance(judger, RoutedJudger):
+            yield from process_judgers(judger.default)
+
+
 def is_composite(judger: object) -> bool:
     """Whether it asks others; one that has `judge` or `batch_judge` judges itself."""
     return isinstance(judger, CompositeJudger) and not isinstance(judger, Judger | BatchJudger)
@@ -172,6 +185,8 @@ def is_composite(judger: object) -> bool:
 
 def judges_groups(judger: object) -> bool:
     """Whether it is asked about a whole group at once."""
+    if isinstance(judger, ProcessJudger):
+        return judger.by_group
     if not isinstance(judger, BatchJudger):
         return False
     return not isinstance(judger, Judger) or bool(getattr(judger, "judges_groups", False))

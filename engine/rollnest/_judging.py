@@ -21,6 +21,8 @@ from attrs import evolve, field, frozen
 
 from ._gate import Gate, OverLimit
 from ._judgers import is_composite, judges_groups
+from ._process_judger import ProcessJudger
+from ._processes import Processes
 from ._records import Failure, Prompt, Sample, Status, Verdict
 from ._slots import Call, Named, Slots
 from ._tree import Wait
@@ -41,6 +43,7 @@ class _Leaf:
     is_async: bool
     by_group: bool
     uses_policy: bool
+    job: ProcessJudger | None
 
 
 @frozen(eq=False)
@@ -65,6 +68,7 @@ class Judging:
         gate: Gate,
         slots: Slots,
         workers: Workers,
+        processes: Processes,
         limit: float | None,
     ) -> None:
         self._judger = judger
@@ -72,6 +76,7 @@ class Judging:
         self._slots = slots
         self._policy_slots = _PolicySlots(slots, gate)
         self._workers = workers
+        self._processes = processes
         self._limit = limit
 
     def of(self, prompt: Prompt) -> GroupJudging:
@@ -89,7 +94,7 @@ class Judging:
         Raises:
             JudgeError: It took too long, or it is a part of another and raised. One that is none raises its own error.
 
-        Cancellation: an async judger is cancelled; a sync one's thread is abandoned.
+        Cancellation: an async judger is cancelled; a sync one's thread is abandoned, its process killed.
         """
         with _named(leaf.path):
             try:
@@ -103,6 +108,8 @@ class Judging:
         limit = self._gate.limit(self._limit)
         slots = self._policy_slots if leaf.uses_policy else self._slots
         call = Call(slots, leaf.what, of, by)
+        if leaf.job is not None:
+            return await self._processes.run(leaf.job, call, limit, given, patience=self._limit)
         if leaf.is_async:
             async with call:
                 with limit:  # waiting for the slot is not judging
@@ -306,6 +313,9 @@ def _resolve(judger: JudgerLike, prompt: Prompt, path: str = "") -> _Node:
 
 
 def _leaf(judger: JudgerLike, path: str) -> _Leaf:
+    what = f"judger part {path}" if path else "judger"
+    if isinstance(judger, ProcessJudger):
+        return _Leaf(path, what, judger, False, judger.by_group, judger.uses_policy, judger)
     by_group = judges_groups(judger)
     function: Any = judger
     if by_group:
@@ -316,8 +326,7 @@ def _leaf(judger: JudgerLike, path: str) -> _Leaf:
         getattr(function, "__call__", None)  # noqa: B004
     )
     uses_policy: bool = getattr(judger, "uses_policy", False)
-    what = f"judger part {path}" if path else "judger"
-    return _Leaf(path, what, function, is_async, by_group, uses_policy)
+    return _Leaf(path, what, function, is_async, by_group, uses_policy, None)
 
 
 def _leaves(node: _Node) -> Iterator[_Leaf]:

@@ -7,7 +7,8 @@ completed sample has an answer, and only a completed one has a verdict).
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from enum import Enum
 from typing import Any, Literal, cast
 
@@ -241,6 +242,10 @@ class Segment:
         if not self.response.sealed:
             raise ValueError("a segment's response must be sealed")
 
+    def __reduce__(self) -> tuple[Callable[..., Segment], tuple[object, ...]]:
+        """How it is pickled: a view can't be, the packed ids can."""
+        return _segment, (token_column(self.prompt_ids), self.response)
+
     @property
     def ids(self) -> memoryview[int]:
         """Response ids, int32."""
@@ -263,6 +268,10 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.response)
+
+
+def _segment(prompt_ids: array[int], response: Response) -> Segment:
+    return Segment(memoryview(prompt_ids).toreadonly(), response)
 
 
 @frozen(eq=False, kw_only=True)

@@ -150,6 +150,14 @@ class Response:
         piece._sealed = True
         return piece
 
+    def __getstate__(self) -> tuple[object, ...]:
+        """What a pickle holds: packed columns, a few bytes a token."""
+        return tuple(getattr(self, name) for name in self.__slots__)
+
+    def __setstate__(self, state: tuple[object, ...]) -> None:
+        for name, value in zip(self.__slots__, state, strict=True):
+            setattr(self, name, value)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Response):
             return NotImplemented

@@ -17,6 +17,12 @@ __all__ = ["Call", "Named", "Slots", "SlotsLost"]
 class SlotsLost(Exception):
     """Every slot is held by a thread that nobody can stop, and none came free in time."""
 
+    def __init__(self, slots: Slots, patience: float) -> None:
+        names = ", ".join(sorted(call.name for call in slots.calls if call.abandoned))
+        super().__init__(
+            f"no slot within {patience} s: all {slots.size} are held by threads that do not end: {names}"
+        )
+
 
 class Slots:
     """A bound on how many bodies run at once; `None` is no bound.
@@ -131,7 +137,7 @@ class Slots:
             finally:
                 del self._waiting[scope]
         if scope.cancelled_caught:
-            raise SlotsLost
+            raise SlotsLost(self, patience)
 
     async def __aenter__(self) -> None:
         await self.acquire()

@@ -9,9 +9,10 @@ from attrs import Attribute, Factory, field, frozen
 from attrs.validators import instance_of, is_callable, optional
 
 from ._checks import real, text, whole
-from ._judgers import check_judger
+from ._judgers import check_judger, process_judgers
 from ._loops import AgentLoop, SingleTurnLoop, as_loop, overrides_generate_group
 from ._options import Limits, Sampling
+from ._process_judger import pack
 from ._records import Group, Message, Prompt
 from ._strategies import ProduceStrategy, SyncStrategy
 from .abc import JudgerLike
@@ -48,9 +49,13 @@ def _check_prompts(_: Any, attribute: Attribute[Any], value: tuple[Prompt, ...])
         seen.add(prompt.uid)
 
 
-def _check_judger(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if value is not None:
-        check_judger(attribute.name, value)
+def _check_judger(spec: TaskSpec, attribute: Attribute[Any], value: Any) -> None:
+    if value is None:
+        return
+    check_judger(attribute.name, value)
+    if any(process_judgers(value)):
+        # One stands for all: pickling every prompt twice would take as long as the rest of the building.
+        pack("prompts[0], whose samples are judged in processes,", spec.prompts[0])
 
 
 def _check_strategy(_: Any, attribute: Attribute[Any], value: Any) -> None:

@@ -30,6 +30,7 @@ WaitKind: TypeAlias = Literal[
     "tool slot",
     "tool",
     "judge slot",
+    "process",
     "judger",
     "siblings",
     "loop",

@@ -19,7 +19,7 @@ from anyio import CapacityLimiter, Event, move_on_after, to_thread
 from anyio.lowlevel import current_token
 
 from ._clock import clock_hold
-from ._slots import Call, SlotsLost
+from ._slots import Call
 from .errors import describe
 
 __all__ = ["Workers"]
@@ -58,15 +58,12 @@ class Workers:
             args: Its arguments.
             patience: Seconds to wait for a slot while abandoned threads hold all of them.
 
+        Raises:
+            SlotsLost: There was no slot for so long.
+
         Cancellation: returns at once; the thread runs on, keeps its slot and is counted in `abandoned`.
         """
-        try:
-            await call.begin(patience)
-        except SlotsLost:
-            raise RuntimeError(
-                f"no slot within {patience} s: all {call.slots.size} are held by threads that do not end: "
-                f"{self.names}"
-            ) from None
+        await call.begin(patience)
         thread = _Thread(call, self)
         try:
             with limit:
