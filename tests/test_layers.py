@@ -66,6 +66,7 @@ LAYERS: list[list[str]] = [
         "_prober",
         "_producer",
         "_rollout",
+        "_source",
         "_task",
     ],
     # The package's names, and the kit that tests it.

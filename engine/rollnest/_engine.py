@@ -58,9 +58,10 @@ from ._producer import Producer
 from ._records import Batch
 from ._sampler import Sampler
 from ._slots import Call, Slots
+from ._source import SourceSampler
 from ._statistics import EngineStatistics, Reading, TaskStatistics, read
 from ._strategies import is_freshest_first, tail_batch
-from ._table import EXPIRED_RETRIES, GroupTable
+from ._table import EXPIRED_RETRIES, GroupTable, Row
 from ._task import TaskSpec
 from ._tree import ConsumerTree, EngineTree
 from ._workers import Workers
@@ -580,13 +581,7 @@ class Engine:
             producers[spec.name] = Producer(
                 spec,
                 table=table,
-                sampler=Sampler(
-                    spec.name,
-                    spec.prompts,
-                    epochs=spec.epochs,
-                    shuffle=spec.shuffle,
-                    seed=self._seed,
-                ),
+                sampler=self._sampler(spec, workers),
                 gate=gate,
                 runner=GroupRunner(
                     spec,
@@ -639,8 +634,16 @@ class Engine:
             tool_slots=tool_slots,
         )
 
-    def _settled(self, task: str) -> None:
+    def _sampler(self, spec: TaskSpec, workers: Workers) -> Sampler | SourceSampler:
+        if not isinstance(spec.prompts, Sequence):
+            return SourceSampler(spec.name, spec.prompts, workers)
+        return Sampler(
+            spec.name, spec.prompts, epochs=spec.epochs, shuffle=spec.shuffle, seed=self._seed
+        )
+
+    def _settled(self, task: str, row: Row) -> None:
         """A group of a task has ended: a batch may be complete, and there may be room for another."""
+        self._entered().producers[task].settled(row)
         self._ready.ring()
         parts = self._entered()
         parts.admission.changed(task)
@@ -738,14 +741,27 @@ def _check_tasks(
             raise ValueError(
                 f"batch_size is required: task {spec.name!r} runs ahead with {spec.strategy!r}"
             )
+    _check_sources(specs)
     if not any(spec.weight for spec in specs):
         raise ValueError("weight is 0 for every task; at least one must be above 0")
     return specs
 
 
+def _check_sources(specs: Sequence[TaskSpec]) -> None:
+    users: dict[int, str] = {}
+    for spec in specs:
+        if not isinstance(spec.prompts, Sequence):
+            other = users.setdefault(id(spec.prompts), spec.name)
+            if other != spec.name:
+                raise ValueError(
+                    f"prompts of task {spec.name!r} is the source of task {other!r} too; give each its own"
+                )
+
+
 def _check_token_ids(specs: Sequence[TaskSpec]) -> None:
     for spec in specs:
-        for prompt in spec.prompts:
+        # What a source will give is not known yet: its prompts fail one by one.
+        for prompt in spec.prompts if isinstance(spec.prompts, Sequence) else ():
             if prompt.token_ids is None:
                 raise ValueError(
                     f"tokenizer is required: prompt {prompt.uid!r} of task {spec.name!r} has messages only"
@@ -813,6 +829,7 @@ def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatist
         ready=table.ready,
         waiting=table.waiting,
         flight=len(table.flight),
+        held=producer.held,
         dropped=dict(table.dropped),
         expired=table.expired,
         members=table.members,

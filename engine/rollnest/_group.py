@@ -42,7 +42,7 @@ class GroupRunner:
         table: GroupTable,
         services: RolloutServices,
         judging: Judging | None,
-        on_settled: Callable[[], None],
+        on_settled: Callable[[Row], None],
         on_break: Callable[[str, BaseException], None],
     ) -> None:
         self._spec = spec
@@ -116,7 +116,7 @@ class GroupRunner:
         finally:
             outcome = self._table.settle(row, samples, seconds)
             self._services.instruments.tell("group_ended", row.members, outcome)
-            self._on_settled()
+            self._on_settled(row)
 
     def _filtered(self, row: Row, samples: Sequence[Sample]) -> Sequence[Sample]:
         """Asks the user's filter, if every member completed; others are left to their status."""

@@ -2,6 +2,9 @@
 
 It wakes when something changed, asks the strategy how many groups may start, and draws them: rows that wait
 first, then fresh prompts. Before every draw it looks whether it is cancelled, so nothing is drawn in vain.
+
+A sequence of prompts is drawn from in the same step. A user's source is asked in a child task, one prompt at a time
+and only while there is room; meanwhile rows that wait are drawn as ever.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ from ._gate import Gate
 from ._group import GroupRunner
 from ._sampler import Sampler
 from ._slots import Call
+from ._source import SourceSampler
 from ._strategies import Production
-from ._table import GroupTable, Row
+from ._table import GroupTable, Row, RowState
 from ._task import TaskSpec
 from ._tree import TaskTree
 
@@ -51,7 +55,7 @@ class Producer:
         spec: TaskSpec,
         *,
         table: GroupTable,
-        sampler: Sampler,
+        sampler: Sampler | SourceSampler,
         gate: Gate,
         runner: GroupRunner,
         admission: Admission,
@@ -67,6 +71,7 @@ class Producer:
         self.bell = Bell()
         self._demand = 0
         self._is_looking = True  # whether something has changed since it found nothing to start
+        self._is_drawing = False
         self._warned = False
         self._sampler = sampler
         self._gate = gate
@@ -121,7 +126,7 @@ class Producer:
         """How many groups would start now if the engine had no bound of its own."""
         if self._gate.closed or self.starved:
             return 0
-        if self._sampler.exhausted and not self.table.waiting:
+        if not self.table.waiting and (self._sampler.exhausted or self._is_drawing):
             return 0
         table, missing = self.table, self.missing
         flight, ready = len(table.flight), table.ready
@@ -151,8 +156,8 @@ class Producer:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is in flight, and nothing can start until something changes."""
-        return not self._is_looking and not self.table.flight
+        """Whether nothing is in flight or drawn, and nothing can start until something changes."""
+        return not (self._is_looking or self._is_drawing or self.table.flight)
 
     @property
     def in_flight(self) -> int:
@@ -191,6 +196,8 @@ class Producer:
             return f"{self.table.dropped_in_a_row.total()} groups in a row were unusable"
         if self._sampler.exhausted and not self.table.waiting:
             return "its prompts are used up"
+        if self._is_drawing:
+            return "its prompt source is drawing"
         if room > 0:
             return None
         if self.wanted:
@@ -220,6 +227,7 @@ class Producer:
             while self.room > 0:
                 await checkpoint_if_cancelled()
                 if not self._start(groups):
+                    self._ask_source(groups)
                     break
                 started += 1
                 if started % _AT_A_STRETCH == 0:
@@ -239,6 +247,36 @@ class Producer:
         groups.start_soon(self.runner.run, self.runner.admit(row), name=name)
         self._admission.started(self.spec.name)
         return True
+
+    def _ask_source(self, groups: TaskGroup) -> None:
+        source = self._sampler
+        if isinstance(source, SourceSampler) and not (source.ended or self._is_drawing):
+            self._is_drawing = True
+            groups.start_soon(self._fetch, source, name=f"prompts of {self.spec.name}")
+
+    async def _fetch(self, source: SourceSampler) -> None:
+        try:
+            await source.fetch()
+        except Exception as error:
+            self._on_crash(error)
+        finally:
+            self._is_drawing = False
+            self._admission.changed(self.spec.name)
+            if source.exhausted:
+                self._on_idle()  # a batch may be as complete as it will ever be
+
+    def settled(self, row: Row) -> None:
+        """Hears that a run of a row has ended; tells the curriculum."""
+        if isinstance(self._sampler, SourceSampler) and row.state is not RowState.WAITING:
+            try:
+                self._sampler.report(row.members)
+            except Exception as error:
+                self._on_crash(error)
+
+    @property
+    def held(self) -> int:
+        """Prompts that a source gave and that no group has taken yet."""
+        return self._sampler.held if isinstance(self._sampler, SourceSampler) else 0
 
     def _draw(self) -> Row | None:
         row = self.table.redraw(self._gate.version, everything=self._sampler.exhausted)

@@ -27,6 +27,7 @@ class TaskStatistics:
         ready: Groups that wait for a batch.
         waiting: Groups that wait to be drawn again.
         flight: Groups in flight.
+        held: Prompts that a `PromptSource` gave and that no group has taken yet; they are not counted as drawn.
         dropped: Groups dropped, by reason.
         expired: Times a group became too old.
         members: Rollouts begun, or to begin, for the visits drawn:
@@ -58,6 +59,7 @@ class TaskStatistics:
     ready: int
     waiting: int
     flight: int
+    held: int = 0
     dropped: Mapping[str, int]
     expired: int
     members: int

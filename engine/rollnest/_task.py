@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from inspect import iscoroutinefunction
+from typing import Any, TypeAlias, cast
 
 from attrs import Attribute, Factory, field, frozen
 from attrs.validators import instance_of, is_callable, optional
@@ -15,31 +16,55 @@ from ._options import Limits, Sampling
 from ._process_judger import pack
 from ._records import Group, Message, Prompt
 from ._strategies import ProduceStrategy, SyncStrategy
-from .abc import JudgerLike
+from .abc import JudgerLike, PromptSource
 
-__all__ = ["PromptLike", "TaskSpec"]
+__all__ = ["PromptLike", "TaskSpec", "as_prompt"]
 
 PromptLike: TypeAlias = "Prompt | str | Sequence[Message]"
 """A `Prompt`, the text of one user message, or chat messages."""
 
 
-def _prompts(value: Sequence[PromptLike]) -> tuple[Prompt, ...]:
-    if isinstance(value, str | Mapping):
-        raise TypeError(f"prompts must be a sequence of prompts, got {value!r}")
-    return tuple(_prompt(item, index) for index, item in enumerate(value))
+def _prompts(value: Sequence[PromptLike] | PromptSource) -> tuple[Prompt, ...] | PromptSource:
+    if hasattr(value, "draw"):
+        return cast("PromptSource", value)
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(f"prompts must be a sequence of prompts or a PromptSource, got {value!r}")
+    return tuple(as_prompt(item, index, f"prompts[{index}]") for index, item in enumerate(value))
 
 
-def _prompt(item: PromptLike, index: int) -> Prompt:
+def as_prompt(item: object, number: int, what: str) -> Prompt:
+    """Returns what a user gave as a prompt; text and messages are named by their number.
+
+    Raises:
+        TypeError: It is neither; `what` names it.
+    """
     if isinstance(item, Prompt):
         return item
     if isinstance(item, str):
         item = [{"role": "user", "content": item}]
-    elif isinstance(item, Mapping) or not isinstance(item, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"prompts[{index}] must be a Prompt, a string or messages, got {item!r}")
-    return Prompt(str(index), messages=item)
+    elif isinstance(item, Mapping) or not isinstance(item, Iterable):
+        raise TypeError(f"{what} must be a Prompt, a string or messages, got {item!r}")
+    return Prompt(str(number), messages=cast("Iterable[Message]", item))
 
 
-def _check_prompts(_: Any, attribute: Attribute[Any], value: tuple[Prompt, ...]) -> None:
+def _check_source(name: str, source: PromptSource) -> None:
+    missing = [
+        method
+        for method in ("draw", "state_dict", "load_state_dict")
+        if not callable(getattr(source, method, None))
+    ]
+    if missing:
+        raise TypeError(f"{name} must be a PromptSource, got {source!r} without {missing[0]}()")
+    if iscoroutinefunction(getattr(source, "report", None)):
+        raise TypeError(f"{name}.report must be a plain function, got a coroutine function")
+
+
+def _check_prompts(
+    _: Any, attribute: Attribute[Any], value: tuple[Prompt, ...] | PromptSource
+) -> None:
+    if not isinstance(value, tuple):
+        _check_source(attribute.name, value)
+        return
     if not value:
         raise ValueError(f"{attribute.name} must not be empty")
     seen: set[str] = set()
@@ -78,14 +103,15 @@ class TaskSpec:
 
     Attributes:
         name: Unique in the engine.
-        prompts: What to answer: `Prompt` objects, strings (one user message each) or message lists.
+        prompts: What to answer: `Prompt` objects, strings (one user message each) or message lists; or a
+            `PromptSource`, which draws them.
         judger: Turns a completed sample into a verdict; `None` leaves samples unscored.
         loop: How one sample is generated.
         group_size: Samples of each prompt visit.
         redundancy: Samples started on top in each group. The first `group_size` that complete, and are judged if each
             is judged by itself, are kept, the others cancelled; a failed one is made up for by one of these first.
-        epochs: How often each prompt is visited; `None` is endlessly.
-        shuffle: Whether each epoch has a seeded order of its own.
+        epochs: How often each prompt of a sequence is visited; `None` is endlessly.
+        shuffle: Whether each epoch of a sequence has a seeded order of its own.
         sampling: How the policy samples.
         max_response_tokens: Most tokens of a response, sampled and appended; `None` is what the context holds.
         max_context: Most tokens of prompt and response; `None` is the controller's.
@@ -98,7 +124,9 @@ class TaskSpec:
     """
 
     name: str = field(validator=text)
-    prompts: Sequence[Prompt] = field(converter=_prompts, validator=_check_prompts, repr=False)
+    prompts: Sequence[Prompt] | PromptSource = field(
+        converter=_prompts, validator=_check_prompts, repr=False
+    )
     judger: JudgerLike | None = field(kw_only=True, validator=_check_judger)
     loop: AgentLoop = field(default=Factory(SingleTurnLoop), kw_only=True, converter=as_loop)
     group_size: int = field(default=8, kw_only=True, validator=whole(1))
@@ -129,4 +157,8 @@ class TaskSpec:
             raise ValueError(
                 f"redundancy must be 0 for a loop that overrides generate_group and can resample itself, "
                 f"got {self.redundancy} and {self.loop!r}"
+            )
+        if self.epochs is not None and not isinstance(self.prompts, Sequence):
+            raise ValueError(
+                f"epochs must be None where prompts is a PromptSource, got {self.epochs}: a source ends by itself"
             )

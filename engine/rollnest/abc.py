@@ -24,6 +24,7 @@ __all__ = [
     "BatchJudger",
     "Capabilities",
     "CompositeJudger",
+    "Curriculum",
     "FinishReason",
     "InferenceController",
     "Instrument",
@@ -31,6 +32,7 @@ __all__ = [
     "Judger",
     "JudgerLike",
     "PauseMode",
+    "PromptSource",
     "SamplingField",
     "Tokenizer",
     "VerdictLike",
@@ -278,6 +280,50 @@ JudgeFunction: TypeAlias = "Callable[[Sample], VerdictLike | Awaitable[VerdictLi
 
 JudgerLike: TypeAlias = "Judger | BatchJudger | CompositeJudger | JudgeFunction"
 """Whatever may judge."""
+
+
+@runtime_checkable
+class PromptSource(Protocol):
+    """Draws prompts in an order of its own: a data set that is read bit by bit, a curriculum, an environment.
+
+    Only one call of it runs at a time.
+    """
+
+    def draw(
+        self,
+    ) -> (
+        Prompt | str | Sequence[Message] | Awaitable[Prompt | str | Sequence[Message] | None] | None
+    ):
+        """Returns the next prompt, a `Prompt`, a string or messages; `None` once there are no more.
+
+        It is asked when a group may start, never before. A plain function runs in a worker thread; an `async def` is
+        awaited on the event loop. A prompt may be given again: that is another visit. Two different prompts must not
+        have one `uid`. Strings and messages are named by their number.
+
+        Cancellation: a plain `draw` runs to its end, and what it returned is handed out next. In an async one, move on
+        after your last await, so that a draw that is cut has taken nothing.
+        """
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Returns where it is, as plain data."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        ...
+
+
+@runtime_checkable
+class Curriculum(PromptSource, Protocol):
+    """A source that hears how its prompts went."""
+
+    def report(self, group: Group) -> None:
+        """Hears of a group that has ended: ready, filtered or failed. Not of one that was cut and begins again.
+
+        Called on the event loop, never while `draw` runs; so keep it short.
+        """
+        ...
 
 
 class Instrument:
