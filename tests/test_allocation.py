@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import anyio
 import pytest
 
-from rollnest import AllocationRequest, Engine, Prompt, TaskSpec, by_weight
-from rollnest.testing import ScriptedController, assert_conserved
+from rollnest import AllocationRequest, AsyncStrategy, Engine, Prompt, TaskSpec, by_weight
+from rollnest.abc import Attempt
+from rollnest.testing import Reply, ScriptedController, assert_conserved
 
 from .helpers import spec
 
@@ -85,3 +87,59 @@ async def test_bad_shares_are_refused_by_name(shares: Mapping[str, int], message
 async def test_an_allocator_that_is_no_function() -> None:
     with pytest.raises(TypeError, match="allocate"):
         Engine(ScriptedController(), task("a"), allocate="weights")  # type: ignore[arg-type]
+
+
+async def test_a_task_that_is_switched_off_does_not_run_ahead() -> None:
+    """Its groups would only become too old, again and again."""
+
+    def only_a(request: AllocationRequest) -> Mapping[str, int]:
+        return {"a": request.groups}
+
+    controller = ScriptedController(rate=10.0)
+    tasks = [task(name, strategy=AsyncStrategy(max_staleness=1)) for name in "ab"]
+    async with Engine(controller, tasks, batch_size=4, allocate=only_a) as engine:
+        await anyio.sleep(100)
+        assert engine.statistics().tasks["b"].drawn == 2  # nothing was said yet: by weight
+        for _ in range(6):
+            await engine.next_batch()
+            await anyio.sleep(100)
+            async with engine.paused() as pause:
+                await pause.update_weights({})
+        figures = engine.statistics().tasks
+        assert figures["a"].ready == 4
+        assert figures["b"].drawn == 2
+        assert figures["b"].redrawn == 0  # they expired, and nobody needs them
+
+
+async def test_when_a_task_ends_the_others_run_ahead_for_the_whole_batch() -> None:
+    tasks = [
+        task("a", strategy=AsyncStrategy(max_staleness=1), epochs=1),
+        spec(name="b", strategy=AsyncStrategy(max_staleness=1)),
+    ]
+    async with Engine(ScriptedController(rate=10.0), tasks, batch_size=6) as engine:
+        for _ in range(4):
+            await engine.next_batch()
+            await anyio.sleep(100)
+        assert engine.statistics().tasks["a"].delivered == 9
+        assert engine.statistics().tasks["b"].ready == 6
+
+
+async def test_share_0_for_a_step_stalls_nobody() -> None:
+    """The slow task is left out at every other step; the fast one does not wait for it then."""
+
+    def script(attempt: Attempt) -> Reply:
+        return Reply([5, 0], delay=50.0 if attempt.prompt_ids[0] > 20 else 1.0)
+
+    def by_turns(request: AllocationRequest) -> Mapping[str, int]:
+        slow = 1 if request.step % 2 == 0 else 0
+        return {"slow": slow, "fast": request.groups - slow}
+
+    slow = spec(name="slow", prompts=[Prompt(f"s{i}", token_ids=[30 + i]) for i in range(5)])
+    fast = spec(name="fast", prompts=[Prompt(f"f{i}", token_ids=[1 + i]) for i in range(9)])
+    waited: list[float] = []
+    async with Engine(ScriptedController(script), [slow, fast], allocate=by_turns) as engine:
+        for _ in range(4):
+            before = anyio.current_time()
+            await engine.next_batch(3)
+            waited.append(round(anyio.current_time() - before))
+    assert waited == [1, 50, 1, 50]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from rollnest import AsyncStrategy, Engine, Group, Sample
+from rollnest import AsyncStrategy, BatchStatistics, Engine, Group, Sample
 from rollnest.abc import Attempt
 from rollnest.testing import Reply, ScriptedController
 
@@ -65,7 +65,7 @@ async def test_members_that_are_kept_are_counted_once() -> None:
         prompts=prompts(2),
         shuffle=False,
         epochs=1,
-        strategy=AsyncStrategy(max_staleness=0),
+        strategy=AsyncStrategy(max_staleness=0, lead=0),
     )
     async with Engine(ScriptedController(script), task, batch_size=2) as engine:
         await anyio.sleep(5.0)
@@ -90,3 +90,70 @@ async def test_time_is_counted_from_batch_to_batch_and_includes_pauses() -> None
         batch = await engine.next_batch(2)
         assert batch.statistics.seconds == pytest.approx(6.0)
         assert batch.statistics.pause_seconds == pytest.approx(4.0)
+
+
+async def test_every_figure_of_what_is_left_and_what_happened() -> None:
+    """What XTuner's `ProduceBatchResult` says, and more; over several tasks it is the sum or the union."""
+
+    async def judge(sample: Sample) -> float:
+        if sample.prompt.uid == "p1":
+            raise ValueError("unusable")
+        return float(sample.index)
+
+    def script(attempt: Attempt) -> Reply:
+        return Reply([5, 0], delay=float(attempt.prompt_ids[0]))
+
+    first = spec(name="a", judger=judge, keep=lambda g: g.prompt.uid != "p2", shuffle=False)
+    second = spec(name="b", prompts=prompts(3), shuffle=False, epochs=1)
+    async with Engine(ScriptedController(script), [first, second]) as engine:
+        batch = await engine.next_batch(8)
+        a, b, both = batch.tasks["a"], batch.tasks["b"], batch.statistics
+        assert (a.groups, a.asked, b.groups, b.asked, both.asked) == (4, 4, 3, 4, 8)
+        assert (b.asked, batch.short) == (4, True)
+        assert (a.failed_samples, a.filtered_samples) == (2, 2)
+        assert (both.failed_samples, both.filtered_samples) == (2, 2)
+        assert a.dropped == both.dropped == {"judge": 1, "filtered": 1}
+        assert b.group_seconds_p50 == 2.0
+        assert b.group_seconds_p99 == 3.0
+        assert b.group_seconds_ratio == 1.5
+        # Of the union (1, 1, 2, 3, 4, 5, 6), not the mean of two medians.
+        assert both.group_seconds_p50 == 3.0
+        assert (both.seconds, both.pause_seconds) == (9.0, 0.0)
+        assert (both.ready, both.waiting, both.flight) == (0, 0, 0)
+    assert BatchStatistics().group_seconds_ratio is None
+
+
+async def test_groups_that_wait_are_told_apart_and_restarts_counted() -> None:
+    task = spec(strategy=AsyncStrategy(max_staleness=0, lead=1, expired="tail", tail_batch=9))
+    async with Engine(ScriptedController(rate=10.0), task, batch_size=2) as engine:
+        await anyio.sleep(100)
+        async with engine.paused() as pause:
+            await pause.update_weights({})
+        figures = (await engine.next_batch()).statistics
+        assert (figures.waiting, figures.waiting_expired, figures.expired) == (4, 4, 4)
+        assert figures.redrawn == 0
+        await anyio.sleep(100)
+        for _ in range(2):
+            async with engine.paused() as pause:
+                await pause.update_weights({})
+            await anyio.sleep(100)
+        figures = (await engine.next_batch()).statistics
+        assert figures.redrawn == engine.statistics().total("redrawn") > 0
+
+
+async def test_totals_only_rise_through_pauses_expiry_and_batches() -> None:
+    task = spec(
+        strategy=AsyncStrategy(max_staleness=0, lead=1), keep=lambda group: group.visit % 3 > 0
+    )
+    names = ["drawn", "redrawn", "delivered", "expired", "produced_samples", "tokens_committed"]
+    before = dict.fromkeys(names, 0)
+    async with Engine(ScriptedController(rate=10.0), task, batch_size=2) as engine:
+        for _ in range(5):
+            await engine.next_batch()
+            await anyio.sleep(7.0)
+            async with engine.paused() as pause:
+                await pause.update_weights({})
+            now = {name: engine.statistics().total(name) for name in names}
+            assert all(now[name] >= before[name] for name in names)
+            before = now
+    assert all(before.values())

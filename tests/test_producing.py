@@ -9,9 +9,9 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from rollnest import AllocationRequest, AsyncStrategy, Engine, SyncStrategy, _producer
+from rollnest import AllocationRequest, AsyncStrategy, Engine, Sample, SyncStrategy, _producer
 from rollnest._strategies import Production
-from rollnest.errors import EngineBroken, Stuck
+from rollnest.errors import EngineBroken, Starved, Stuck
 from rollnest.testing import ScriptedController, assert_conserved
 
 from .helpers import prompts, spec
@@ -282,6 +282,38 @@ async def test_a_strategy_that_answers_nonsense_breaks_the_engine_by_name(answer
     with pytest.raises(EngineBroken, match=r"Odd.*room"):
         async with Engine(ScriptedController(), spec(strategy=Odd())) as engine:
             await engine.next_batch(1)
+
+
+# Starved
+
+
+async def test_starved_tells_each_reason_and_what_was_said_last() -> None:
+    async def judge(sample: Sample) -> float:
+        if sample.visit % 3 == 0:
+            raise ValueError(f"no answer {sample.visit}")
+        return 1.0
+
+    task = spec(judger=judge, keep=lambda group: False, starve_after=3, group_size=1, shuffle=False)
+    async with Engine(ScriptedController(rate=10.0), task) as engine:
+        with pytest.raises(Starved, match=r"the last one: .* \(judge\): .*no answer \d") as caught:
+            await engine.next_batch(2)
+    assert set(caught.value.reasons) == {"judge", "filtered"}
+    assert sum(caught.value.reasons.values()) >= 6
+    assert list(caught.value.failures) == ["judge"]
+
+
+async def test_starved_does_not_speak_of_failures_before_the_last_good_group() -> None:
+    async def judge(sample: Sample) -> float:
+        if sample.visit == 0:
+            raise ValueError("long ago")
+        return 1.0
+
+    task = spec(judger=judge, keep=lambda group: group.visit < 2, starve_after=3, group_size=1)
+    async with Engine(ScriptedController(), task) as engine:
+        await engine.next_batch(1)
+        with pytest.raises(Starved, match=r"unusable \(3 filtered\)$") as caught:
+            await engine.next_batch(1)
+    assert caught.value.failures == {}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ gets its weight's share exactly, however small the batch. The arithmetic is exac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fractions import Fraction
 from math import floor
 from typing import TypeAlias
@@ -71,16 +71,22 @@ class Shares:
 
 
 class Allocation:
-    """Plans steps; a plan changes nothing until it is settled."""
+    """Plans steps; a plan changes nothing until it is settled.
+
+    Attributes:
+        by_weight: Whether the weights alone say what a task gets.
+    """
 
     def __init__(self, weights: Mapping[str, float], allocate: Allocate = by_weight) -> None:
+        self.by_weight: bool = allocate is by_weight
         self._weights = weights
         self._allocate = allocate
         self._owed = dict.fromkeys(weights, Fraction(0))
 
-    def fraction(self, task: str) -> float:
-        """A task's share of any batch in the long run."""
-        return self._weights[task] / sum(self._weights.values())
+    def fraction(self, task: str, tasks: Collection[str]) -> float:
+        """A task's share of any batch in the long run, if these are the tasks that can still give groups."""
+        total = sum(weight for name, weight in self._weights.items() if name in tasks)
+        return self._weights[task] / total if task in tasks and total else 0.0
 
     def plan(
         self,

@@ -45,15 +45,15 @@ class Delivery:
         self._on_expired = on_expired
         self._batch_size = batch_size
         self._taken = 0, 0  # a version, and the batches that were taken with it
+        self._last: tuple[int, Shares] | None = None
         self._plan: tuple[int, frozenset[str], Shares] | None = None
 
     def plan(self, groups: int) -> Shares:
         """The tasks' shares of the next batch: the same answer until the batch is taken or a task ends."""
-        live = frozenset(
-            name for name, t in self._tables.items() if t.ready or not self._is_exhausted(name)
-        )
+        live = self._live
         if self._plan is None or self._plan[:2] != (groups, live):
             self._plan = groups, live, self._ask(groups, live)
+            self._last = groups, self._plan[2]
         return self._plan[2]
 
     def _ask(self, groups: int, live: frozenset[str]) -> Shares:
@@ -61,10 +61,22 @@ class Delivery:
         return self._allocation.plan(groups, set(live), self.batches + 1, delivered)
 
     def share(self, task: str) -> float | None:
-        """A task's part of a batch of `batch_size` in the long run, in groups; `None` without a `batch_size`."""
+        """A task's part of a batch of `batch_size`, in groups, as far as it can be told; `None` without a `batch_size`.
+
+        By weight that is its part in the long run. What a user's allocator will say next is not known: then it is what
+        the task got of the last batch that was asked for.
+        """
         if self._batch_size is None:
             return None
-        return self._batch_size * self._allocation.fraction(task)
+        if self._allocation.by_weight or self._last is None:
+            return self._batch_size * self._allocation.fraction(task, self._live)
+        groups, shares = self._last
+        return self._batch_size * shares.groups[task] / groups
+
+    @property
+    def _live(self) -> frozenset[str]:
+        """The tasks that can still give groups."""
+        return frozenset(n for n, t in self._tables.items() if t.ready or not self._is_exhausted(n))
 
     def taken(self, version: int) -> int:
         """How many batches were taken with the weights of `version`."""
@@ -102,7 +114,7 @@ class Delivery:
         self._plan = None
         self.batches += 1
         self._taken = version, self.taken(version) + 1
-        batch = self._batch(rows, version, short=taken < groups)
+        batch = self._batch(rows, version, shares.groups, short=taken < groups)
         self.uncommitted[batch.index] = batch
         return batch
 
@@ -116,7 +128,14 @@ class Delivery:
         """Forgets a batch that was trained."""
         self.uncommitted.pop(index, None)
 
-    def _batch(self, rows: Mapping[str, Sequence[Row]], version: int, *, short: bool) -> Batch:
+    def _batch(
+        self,
+        rows: Mapping[str, Sequence[Row]],
+        version: int,
+        shares: Mapping[str, int],
+        *,
+        short: bool,
+    ) -> Batch:
         before, now = self._before, self._readings()
         self._before = now
 
@@ -127,6 +146,7 @@ class Delivery:
                 [self._tables[name] for name in names],
                 [before[name] for name in names],
                 [now[name] for name in names],
+                sum(shares[name] for name in names),
             )
 
         tasks = {name: describe([name]) for name in rows}

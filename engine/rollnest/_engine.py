@@ -771,14 +771,16 @@ def _check_token_ids(specs: Sequence[TaskSpec]) -> None:
 def _check_starved(producers: Mapping[str, Producer]) -> None:
     for name, producer in producers.items():
         if producer.demand > producer.table.ready and producer.starved:
-            reasons = dict(producer.table.dropped_in_a_row)
-            producer.table.dropped_in_a_row.clear()  # the next call starts counting anew
+            table = producer.table
+            reasons, failures = dict(table.dropped_in_a_row), dict(table.failures_in_a_row)
+            table.forgive()  # the next call starts counting anew
             listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            said = "".join(f"; the last one: {text}" for text in failures.values())
             raise Starved(
-                f"task {name!r}: {sum(reasons.values())} groups in a row were unusable ({listed})"
-                f"{_last_failure(producer)}",
+                f"task {name!r}: {sum(reasons.values())} groups in a row were unusable ({listed}){said}",
                 task=name,
                 reasons=reasons,
+                failures=failures,
             )
 
 
@@ -808,13 +810,6 @@ def _check_stuck(parts: _Parts, n: int) -> None:
         version=parts.gate.version,
         counters=counters,
     )
-
-
-def _last_failure(producer: Producer) -> str:
-    sample = producer.table.last_failure
-    if sample is None or sample.failure is None:
-        return ""
-    return f"; the last one: {sample.uid} ({sample.failure.kind}): {sample.failure.message}"
 
 
 def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatistics:

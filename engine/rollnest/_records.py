@@ -437,6 +437,7 @@ class BatchStatistics:
 
     Attributes:
         groups: Groups in the batch.
+        asked: Groups that were its share; more than `groups` only in a short batch.
         samples: Samples in it.
         policy_tokens: Tokens that the policy sampled.
         context_tokens: Tokens that something else put into the responses.
@@ -453,9 +454,13 @@ class BatchStatistics:
         group_seconds_p99: 99th percentile of it.
         ready: Groups that are ready for a later batch.
         waiting: Groups that wait to be drawn again.
+        waiting_expired: Of these, groups that became too old; the others were cut.
         flight: Groups in flight.
         dropped: Groups dropped since the batch before, by reason.
         expired: Groups that became too old since then.
+        redrawn: Groups that were drawn again since then.
+        failed_samples: Samples that failed since then.
+        filtered_samples: Samples of groups that `keep` let go since then.
         produced_samples: Samples that completed since then.
         produced_rewards: How many of these have a verdict.
         produced_reward_sum: Sum of their rewards; of groups too that a filter then dropped.
@@ -471,6 +476,7 @@ class BatchStatistics:
     """
 
     groups: int = 0
+    asked: int = 0
     samples: int = 0
     policy_tokens: int = 0
     context_tokens: int = 0
@@ -487,9 +493,13 @@ class BatchStatistics:
     group_seconds_p99: float | None = None
     ready: int = 0
     waiting: int = 0
+    waiting_expired: int = 0
     flight: int = 0
     dropped: Mapping[str, int] = field(factory=dict[str, int])
     expired: int = 0
+    redrawn: int = 0
+    failed_samples: int = 0
+    filtered_samples: int = 0
     produced_samples: int = 0
     produced_rewards: int = 0
     produced_reward_sum: float = 0.0
@@ -502,6 +512,12 @@ class BatchStatistics:
     unseen_turns: int = 0
     seconds: float = 0.0
     pause_seconds: float = 0.0
+
+    @property
+    def group_seconds_ratio(self) -> float | None:
+        """The 99th percentile of a group's time over its median: how long the tail is; `None` without any."""
+        p50, p99 = self.group_seconds_p50, self.group_seconds_p99
+        return p99 / p50 if p50 and p99 is not None else None
 
 
 @frozen(eq=False, kw_only=True)

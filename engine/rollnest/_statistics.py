@@ -150,6 +150,9 @@ class Reading:
 
     dropped: Mapping[str, int]
     expired: int
+    redrawn: int
+    failed_samples: int
+    filtered_samples: int
     produced_samples: int
     produced_rewards: int
     produced_reward_sum: float
@@ -175,6 +178,9 @@ def read(
     return Reading(
         dict(table.dropped),
         table.expired,
+        table.redrawn,
+        table.failures.total(),
+        table.filtered_samples,
         produced.samples,
         produced.rewards,
         produced.reward_sum,
@@ -196,6 +202,7 @@ def batch_statistics(
     tables: Sequence[GroupTable],
     before: Sequence[Reading],
     now: Sequence[Reading],
+    asked: int,
 ) -> BatchStatistics:
     """Describes groups of one or several tasks; over several, percentiles are of the union."""
     groups = [row.members for row in rows]
@@ -215,6 +222,7 @@ def batch_statistics(
 
     return BatchStatistics(
         groups=len(groups),
+        asked=asked,
         samples=len(samples),
         policy_tokens=policy_tokens,
         context_tokens=sum(map(len, segments)) - policy_tokens,
@@ -233,9 +241,13 @@ def batch_statistics(
         group_seconds_p99=_percentile(seconds, 0.99),
         ready=sum(table.ready for table in tables),
         waiting=sum(table.waiting for table in tables),
+        waiting_expired=sum(table.waiting_expired for table in tables),
         flight=sum(len(table.flight) for table in tables),
         dropped={reason: count for reason, count in dropped.items() if count},
         expired=rise("expired"),
+        redrawn=rise("redrawn"),
+        failed_samples=rise("failed_samples"),
+        filtered_samples=rise("filtered_samples"),
         produced_samples=rise("produced_samples"),
         produced_rewards=rise("produced_rewards"),
         produced_reward_sum=(

@@ -110,11 +110,12 @@ class GroupTable:
         delivered: Visits delivered.
         dropped: Visits dropped, by reason.
         expired: Times a row became too old.
+        filtered_samples: Members of rows that the user's filter did not keep.
         delivered_tokens: Policy tokens in delivered rows.
         dropped_tokens: Policy tokens in dropped rows and in members that were given up.
         expired_tokens: Of these, policy tokens of members that were given up when their row was drawn again.
         dropped_in_a_row: Reasons of the rows dropped since the last one became ready.
-        last_failure: A failed member of the last row that was dropped for one.
+        failures_in_a_row: What the last failure among these said, by reason.
         tail: Rows of a tail batch that have not ended yet.
         members: Rollouts begun, or to begin, for the rows so far.
         delivered_members: Of these, members of delivered rows.
@@ -140,11 +141,12 @@ class GroupTable:
         self.delivered = 0
         self.dropped: Counter[str] = Counter()
         self.expired = 0
+        self.filtered_samples = 0
         self.delivered_tokens = 0
         self.dropped_tokens = 0
         self.expired_tokens = 0
         self.dropped_in_a_row: Counter[str] = Counter()
-        self.last_failure: Sample | None = None
+        self.failures_in_a_row: dict[str, str] = {}
         self.tail = 0
         self.members = 0
         self.delivered_members = 0
@@ -234,16 +236,17 @@ class GroupTable:
         match group.status:
             case Status.COMPLETED:
                 row.state = RowState.READY
-                self.dropped_in_a_row.clear()
+                self.forgive()
                 self._buffer.put(row, group.oldest_version or 0, row.visit)
                 return "ready"
             case Status.FAILED:
-                self.last_failure, kind = next(
-                    (s, s.failure.kind) for s in samples if s.failure is not None
-                )
+                uid, failure = next((s.uid, s.failure) for s in samples if s.failure is not None)
+                kind = failure.kind
+                self.failures_in_a_row[kind] = f"{uid} ({kind}): {failure.message}"
                 self._drop(row, kind)
                 return kind
             case Status.FILTERED:
+                self.filtered_samples += len(samples)
                 self._drop(row, FILTERED)
                 return FILTERED
             case _:
@@ -284,6 +287,11 @@ class GroupTable:
             self.delivered_members += len(row.members)
         self.delivered += len(rows)
         return rows
+
+    def forgive(self) -> None:
+        """Starts counting anew how many rows were dropped in a row."""
+        self.dropped_in_a_row.clear()
+        self.failures_in_a_row.clear()
 
     def balance(self) -> None:
         """Checks I7.

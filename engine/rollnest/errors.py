@@ -151,12 +151,21 @@ class Starved(RollnestError):
     Attributes:
         task: The task's name.
         reasons: How many groups of the row were dropped, by reason.
+        failures: What the last failure said, by reason; nothing of groups that were filtered or expired.
     """
 
-    def __init__(self, message: str, *, task: str, reasons: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        task: str,
+        reasons: Mapping[str, int],
+        failures: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.task = task
         self.reasons: dict[str, int] = dict(reasons)
+        self.failures: dict[str, str] = dict(failures or {})
 
 
 class Stuck(RollnestError):

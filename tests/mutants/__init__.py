@@ -154,11 +154,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "_engine.py",
             "                if batch is not None:\n"
             "                    return self._handed_over(parts, batch)\n"
-            "                await",
+            "                _check_stuck",
             "                if batch is not None:\n"
             "                    await checkpoint()\n"
             "                    return self._handed_over(parts, batch)\n"
-            "                await",
+            "                _check_stuck",
         ),
     ),
     _mutant(
@@ -210,6 +210,26 @@ MUTANTS: tuple[Mutant, ...] = (
             "            self.delivered_tokens -= _tokens(row)\n"
             "            self._buffer.put(row, row.members.oldest_version or 0, row.visit)\n"
             "        self.delivered += len(rows)\n        return rows",
+        ),
+    ),
+    _mutant(
+        "I7",
+        "rows that were held back for a tail batch are forgotten",
+        ("_buffer.py", "        self._expired.extend(released)\n", ""),
+    ),
+    _mutant(
+        "I7",
+        "nobody says that a publication made groups too old",
+        (
+            "_delivery.py",
+            "                self._on_expired(name)\n",
+            "                pass\n",
+        ),
+        (
+            "_engine.py",
+            "        parts.delivery.expire(parts.gate.version)\n"
+            "        for producer in parts.producers.values():\n            producer.wake()\n",
+            "        parts.delivery.expire(parts.gate.version)\n",
         ),
     ),
     _mutant(
