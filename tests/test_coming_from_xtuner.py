@@ -22,9 +22,6 @@ LATER = {"Engine.save": "save", "Engine.restore": "restore"}
 PENDING = {
     "AsyncStrategy(partial=)",
     "TaskSpec.refine",
-    "abc.PromptSource",
-    "abc.PromptSource.load_state_dict",
-    "abc.PromptSource.state_dict",
 }
 """Counterparts of this issue that are not built yet; to be empty when it is closed."""
 
