@@ -78,7 +78,7 @@ def _check_judger(spec: TaskSpec, attribute: Attribute[Any], value: Any) -> None
     if value is None:
         return
     check_judger(attribute.name, value)
-    if any(process_judgers(value)):
+    if any(process_judgers(value)) and isinstance(spec.prompts, Sequence):
         # One stands for all: pickling every prompt twice would take as long as the rest of the building.
         pack("prompts[0], whose samples are judged in processes,", spec.prompts[0])
 
