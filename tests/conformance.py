@@ -362,6 +362,38 @@ async def check_no_forward_pass_while_paused(case: ControllerCase) -> None:
 
 
 @_check
+async def check_frozen_requests_go_on_under_new_weights(case: ControllerCase) -> None:
+    """BUG-063: nothing is aborted by an update in `KEEP`; each token has the version of the weights that made it."""
+    async with case.open() as controller:
+        known = controller.capabilities
+        if PauseMode.KEEP not in known.pause_modes or not known.version_spans:
+            return
+        whole = await answer(controller, case.prompt(0))
+        one = attempt(case.prompt(0))
+        with anyio.fail_after(HANG):
+            async with anyio.create_task_group() as tasks:
+                async with anyio.create_task_group() as pausing, case.stall(after=3) as stall:
+                    tasks.start_soon(controller.generate, one)
+                    await stall.reached()
+                    pausing.start_soon(controller.pause, PauseMode.KEEP)
+                    await case.let_run()  # it is asked for in the middle of a forward pass
+                passes = case.passes()
+                await case.let_run()
+                assert case.passes() == passes
+                assert one.finish_reason is None
+                await controller.update_weights(case.new_weights(), 1)
+                assert case.passes() == passes
+                await controller.resume()
+        assert one.finish_reason is FinishReason.LENGTH
+        received = one.received
+        (old, start, stop), (new, again, end) = received.version_runs
+        assert (old, start, new, end) == (0, 0, 1, MAX_TOKENS)
+        assert 3 <= stop == again < MAX_TOKENS
+        assert received.ids.tolist()[:stop] == whole[:stop]
+        assert received.ids.tolist()[stop:] != whole[stop:]
+
+
+@_check
 async def check_resume_is_idempotent_and_leaves_no_flag(case: ControllerCase) -> None:
     """BUG-024: nothing of a pause survives it."""
     async with case.open() as controller:

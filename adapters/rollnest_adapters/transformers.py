@@ -125,6 +125,7 @@ class TransformersController:
                 name: value for name, value in _filters(top_p, top_k).items() if name not in vary
             },
             version_spans=True,
+            pause_modes={PauseMode.ABORT, PauseMode.KEEP},
         )
         self._vary = frozenset(vary)
         self._generation_config = self._generation(top_p, top_k)
@@ -269,7 +270,8 @@ class TransformersController:
         self._abort(list(self._open) if ids is None else [i for i in ids if i in self._open])
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
-        """Returns once the generation loop is parked. Attempts in flight stay as they are; abort them as you like.
+        """Returns once the generation loop is parked. In either mode attempts in flight stay as they are, and go on after
+        `resume`; what they have keeps its version.
 
         Cancellation: takes the pause back.
 

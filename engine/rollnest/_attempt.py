@@ -186,7 +186,12 @@ class Attempt:
                 return 0
             if self.finish_reason is not None:
                 raise ValueError(f"tokens after the finish reason {self.finish_reason.value!r}")
-            versions = self.version if versions is None else versions
+            if versions is None:
+                versions = self.version
+                if self._newest_version is not None and self._newest_version() != versions:
+                    raise ValueError(
+                        f"tokens without a version, but the weights have changed since version {versions}"
+                    )
             checked = Response()
             checked.append_policy(ids, logprobs, versions)
             column = checked.packed_ids

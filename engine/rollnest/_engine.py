@@ -189,6 +189,7 @@ class Engine:
         self._told = False  # whether a call has raised `EngineBroken`
         self._consumer: tuple[int, float] | None = None  # the groups asked for, and since when
         self._pausing: PauseContext | None = None
+        self._told_keep = False  # whether the log says that KEEP is ABORT here
         self._parts: _Parts | None = None
 
     # The block
@@ -396,6 +397,8 @@ class Engine:
         cancellation or an error that leaves the block is never replaced by another.
         """
         parts = self._usable()
+        if mode is PauseMode.KEEP and not self._can_keep():
+            mode = PauseMode.ABORT
         return PauseContext(
             mode,
             grace,
@@ -490,6 +493,20 @@ class Engine:
         return f"<Engine {state}, v{self.version}, tasks {tasks}>"
 
     # How it works
+
+    def _can_keep(self) -> bool:
+        """Whether the controller can freeze turns; says once in the log that it can't."""
+        known = self._controller.capabilities
+        if PauseMode.KEEP not in known.pause_modes:
+            why = "it does not offer that (capabilities.pause_modes)"
+        elif not known.version_spans:
+            why = "it does not report the version of each token (capabilities.version_spans)"
+        else:
+            return True
+        if not self._told_keep:
+            self._told_keep = True
+            _log.warning("the controller can't keep turns through a pause: %s; they abort", why)
+        return False
 
     async def _check_version(self) -> None:
         with fail_after(self._control_timeout):

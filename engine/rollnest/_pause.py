@@ -179,7 +179,8 @@ class PauseContext:
         self._instruments.tell("gate_closed", pause.turns_in_flight)
         try:
             by = started + self._grace + self._control_timeout
-            await self._quiet()
+            if self._mode is not PauseMode.KEEP:
+                await self._quiet()
             self._phase = "confirm"
             await self._confirm(by=by)
             if self._mode is PauseMode.EVICT:
@@ -251,18 +252,20 @@ class PauseContext:
             _log.warning("the controller's abort() failed", exc_info=True)
 
     async def _confirm(self, *, by: float) -> None:
-        """Cuts what is still in flight, and has the controller confirm; both within one `control_timeout`."""
-        gate = self._gate
-        gate.cut()
+        """Cuts what is still in flight, but for `KEEP`, and has the controller confirm; within one `control_timeout`."""
+        gate, keep = self._gate, self._mode is PauseMode.KEEP
+        if not keep:
+            gate.cut()
         try:
             with fail_after(min(self._control_timeout, by - current_time())):
-                with gate.until_quiet():
-                    await sleep_forever()
-                await self._controller.pause(PauseMode.ABORT)
+                if not keep:
+                    with gate.until_quiet():
+                        await sleep_forever()
+                await self._controller.pause(PauseMode.KEEP if keep else PauseMode.ABORT)
         except TimeoutError as error:
             late = (
                 f"{len(gate.in_flight)} turns did not end after they were cancelled"
-                if gate.in_flight
+                if gate.in_flight and not keep
                 else "the controller did not confirm the pause"
             )
             raise PauseFailed(f"{late} within {self._control_timeout} s") from error

@@ -11,7 +11,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from attrs import field, frozen
+from attrs import Attribute, field, frozen
 from attrs.validators import in_
 
 from ._attempt import Attempt as Attempt
@@ -44,6 +44,9 @@ class PauseMode(Enum):
     """What happens to the turns in flight when the engine pauses.
 
     Attributes:
+        KEEP: The server freezes them where they are, and they go on after the pause, under new weights too; no request
+            is sent twice. Only where the controller offers it and reports the version of each token (`pause_modes`,
+            `version_spans`); elsewhere it is `ABORT`, and the log says so once.
         ABORT: The server is asked to abort and returns the partials; each turn keeps its own, waits at the gate
             and goes on from there with what remains of its budget.
         EVICT: As `ABORT`, and then the groups themselves are ended, so that nothing of them is left running. What they
@@ -52,6 +55,7 @@ class PauseMode(Enum):
         WAIT: They run to their end, for `grace` seconds at most; what is left then is treated as by `ABORT`.
     """
 
+    KEEP = "keep"
     ABORT = "abort"
     EVICT = "evict"
     WAIT = "wait"
@@ -60,6 +64,21 @@ class PauseMode(Enum):
 SamplingField = Literal[
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed"
 ]
+
+
+def _frozen_modes(value: Iterable[PauseMode]) -> frozenset[PauseMode]:
+    return frozenset(value)
+
+
+def _are_servers_modes(_: Any, attribute: Attribute[Any], value: frozenset[Any]) -> None:
+    for mode in value:
+        if not isinstance(mode, PauseMode):
+            raise TypeError(f"{attribute.name} must hold PauseModes, got {mode!r}")
+    if not {PauseMode.ABORT} <= value <= {PauseMode.ABORT, PauseMode.KEEP}:
+        raise ValueError(
+            f"{attribute.name} must hold ABORT, and may hold KEEP; the others are the engine's, got "
+            f"{sorted(mode.name for mode in value)}"
+        )
 
 
 def _frozen_ids(value: Iterable[int]) -> frozenset[int]:
@@ -83,6 +102,8 @@ class Capabilities:
         sampling: Sampling fields that a single attempt may set to something else than their default.
         fixed: Sampling fields that the controller can only serve with one value, and that value.
         version_spans: Whether it reports the weight version of each token, so that one attempt may have several.
+        pause_modes: What its `pause` can be asked for: `ABORT`, which every controller can, because the engine has
+            brought the turns to rest before; and `KEEP`, if it can freeze requests in flight and let them go on.
     """
 
     vocab_size: int = field(validator=whole(1))
@@ -96,6 +117,9 @@ class Capabilities:
     )
     fixed: Mapping[SamplingField, Any] = field(factory=dict[SamplingField, Any])
     version_spans: bool = False
+    pause_modes: frozenset[PauseMode] = field(
+        default=frozenset({PauseMode.ABORT}), converter=_frozen_modes, validator=_are_servers_modes
+    )
 
 
 WeightSource: TypeAlias = "Mapping[str, Any] | str | PathLike[str] | Callable[[], Awaitable[None]]"
@@ -156,7 +180,15 @@ class InferenceController(Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Returns once no forward pass can run, until `resume`."""
+        """Returns once no forward pass can run, until `resume`.
+
+        Args:
+            mode: One of `Capabilities.pause_modes`. With `ABORT` nothing is in flight but what the engine has given up.
+                With `KEEP` requests in flight stand still, and go on after `resume`; tokens that they make then have
+                the version of that time.
+
+        Cancellation: the engine calls `resume` afterwards.
+        """
         ...
 
     async def resume(self) -> None:

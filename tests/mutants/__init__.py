@@ -286,14 +286,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "the block begins before the controller has confirmed",
         (
             "_pause.py",
-            "                await self._controller.pause(PauseMode.ABORT)\n",
+            "                await self._controller.pause(PauseMode.KEEP if keep else PauseMode.ABORT)\n",
             "                pass\n",
         ),
     ),
     _mutant(
         "I10",
         "what does not end is not cut after the grace",
-        ("_pause.py", "        gate.cut()\n", ""),
+        ("_pause.py", "            gate.cut()\n", "            pass\n"),
     ),
     _mutant(
         "I10",

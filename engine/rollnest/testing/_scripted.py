@@ -140,9 +140,10 @@ class ScriptedController:
             stop_token_ids={0},
             sampling=_ALL_SAMPLING,
             version_spans=True,
+            pause_modes={PauseMode.ABORT, PauseMode.KEEP},
         )
         self._paused = False
-        self._resumed = Event()
+        self._keeping = False
         self._version = version
         self._entered = False
         self.log: list[tuple[Any, ...]] = []
@@ -203,12 +204,20 @@ class ScriptedController:
                 answering.abort()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops making tokens."""
+        """Stops making tokens. With `KEEP` answers stand still where they are, and go on after `resume`."""
         self.log.append(("pause", mode))
         if self._pause_hangs:
             await sleep_forever()
-        for _ in range(2):
-            await checkpoint()  # answers that an abort has ended go out first
+        if mode is PauseMode.KEEP:
+            self._keeping = True
+            for answering in self.open.values():
+                answering.woken.set()
+        try:
+            for _ in range(2):
+                await checkpoint()  # answers that an abort has ended go out first
+        except BaseException:
+            self._go_on()
+            raise
         self._paused = True
 
     async def resume(self) -> None:
@@ -218,9 +227,7 @@ class ScriptedController:
         if self._resume_failures:
             self._resume_failures -= 1
             raise InferenceError("503: not yet", retryable=True)
-        self._paused = False
-        resumed, self._resumed = self._resumed, Event()
-        resumed.set()
+        self._go_on()
 
     async def update_weights(self, source: WeightSource, version: int) -> None:
         """Takes a new version."""
@@ -258,86 +265,110 @@ class ScriptedController:
 
     # How it plays
 
+    def _go_on(self) -> None:
+        self._paused = self._keeping = False
+        for answering in self.open.values():
+            answering.woken.set()
+
     async def _answer(self, answering: _Answering) -> None:
         attempt = answering.attempt
         await checkpoint()  # the request is sent
-        while self._paused:
-            await self._resumed.wait()
+        await self._stand_still(answering)
         if self._admission:
             await sleep(self._admission)
         answering.admitted = True
+        if self._keeping:
+            await self._stand_still(answering)
         reply = self._script(attempt)
         answering.deaf = reply.deaf
-        started = current_time()
-        version = self._version
-        ids = list(reply.ids) if reply.overrun else list(reply.ids[: attempt.max_tokens])
-        logprobs = (
-            [expected_logprob(i, version) for i in ids]
-            if reply.logprobs is None
-            else list(reply.logprobs)[: None if reply.overrun else attempt.max_tokens]
-        )
-        sent, due = 0, None
-        stall = self._stall
-        if stall is not None and len(ids) > stall.after:
-            due = await self._stand(answering, stall)
-        elif self._stream and ids:
-            while sent < len(ids) and not answering.aborted:
-                at = started + reply.delay * (sent + 1) / len(ids)
-                with move_on_after(at - current_time()):
-                    await answering.woken.wait()
-                if not answering.aborted:
-                    self._commit(attempt, ids[sent : sent + 1], logprobs[sent : sent + 1], reply)
-                    sent += 1
-        elif reply.delay:
-            try:
-                with move_on_after(reply.delay):
-                    await answering.woken.wait()
-            except BaseException:
-                self.wasted += self._due(ids, reply, started)
-                raise
+        answering.plan(reply, self._version)
+        try:
+            await self._make(answering)
+            while self._keeping and not answering.over:
+                await self._stand_still(answering)
+                answering.go_on()
+                if answering.version != self._version:
+                    self._plan_anew(answering)
+                await self._make(answering)
+        except BaseException:
+            self.wasted += max(answering.made, answering.due()) - answering.sent
+            raise
         if reply.error is not None:
             raise reply.error.with_traceback(None)  # one object may be raised many times
         if answering.aborted:
-            due = due if due is not None else max(sent, self._due(ids, reply, started))
-            self._commit(attempt, ids[sent:due], logprobs[sent:due], reply)
+            self._commit(answering, answering.made)
             self._finish(attempt, "abort")
             return
         if reply.echo is not None:
             attempt.check_echo(reply.echo)
-        self._commit(attempt, ids[sent:], logprobs[sent:], reply)
+        self._commit(answering, len(answering.ids))
         at_cap = reply.finish == "stop" and len(reply.ids) > attempt.max_tokens
-        self._finish(attempt, "length" if at_cap else reply.finish)
+        self._finish(attempt, "length" if at_cap else answering.finish)
 
-    async def _stand(self, answering: _Answering, stall: Stall) -> int:
-        """Stands still after so many tokens; returns how many are done if it ends by an abort."""
-        stall.arrived.set()
-        try:
-            while not (answering.aborted or stall.over):
+    async def _stand_still(self, answering: _Answering) -> None:
+        """Waits while the server is paused, or until it is aborted."""
+        while self._paused or self._keeping:
+            if answering.aborted:
+                return
+            answering.woken = Event()
+            await answering.woken.wait()
+
+    async def _make(self, answering: _Answering) -> None:
+        """Makes tokens until there are all, or it is aborted, or the server keeps still."""
+        stall = self._stall
+        if stall is not None and len(answering.ids) > stall.after:
+            await self._stall_at(answering, stall)
+            return
+        while not answering.aborted:
+            whole = len(answering.ids)
+            goal = answering.sent + 1 if self._stream and whole else whole
+            wait, reached = answering.time_of(goal) - current_time(), True
+            if wait > 0 or self._stream:
                 answering.woken = Event()
-                await answering.woken.wait()
-        except BaseException:
-            self.wasted += stall.after
-            raise
+                with move_on_after(wait) as scope:
+                    await answering.woken.wait()
+                reached = scope.cancelled_caught
+            answering.made = goal if reached else max(answering.made, answering.due())
+            if self._stream:
+                self._commit(answering, answering.made)
+            if answering.made >= whole or self._keeping:
+                return
+
+    async def _stall_at(self, answering: _Answering, stall: Stall) -> None:
+        """Stands still after so many tokens, one more being in the making, until the stall is over."""
+        answering.made = max(answering.made, stall.after)
+        stall.arrived.set()
+        while not (answering.aborted or stall.over or self._keeping):
+            answering.woken = Event()
+            await answering.woken.wait()
         if answering.aborted:
             self.wasted += 1  # the one in the making
-        return stall.after
+        elif stall.over and not self._keeping:
+            answering.made = len(answering.ids)
 
-    def _due(self, ids: Sequence[int], reply: Reply, started: float) -> int:
-        share = (current_time() - started) / reply.delay if reply.delay else 1.0
-        return min(len(ids), int(len(ids) * share + 1e-9))
+    def _plan_anew(self, answering: _Answering) -> None:
+        """The weights have changed in the middle of an answer: what is left comes from the new ones."""
+        rest: Reply | None = None
+        if self._script == self._play:
+            rest = self._play(answering.attempt, answering.ids[: answering.made])
+        answering.plan_anew(rest, self._version)
 
-    def _commit(
-        self, attempt: Attempt, ids: Sequence[int], logprobs: Sequence[float], reply: Reply
-    ) -> None:
+    def _commit(self, answering: _Answering, stop: int) -> None:
+        start, answering.sent = answering.sent, max(answering.sent, stop)
+        ids = answering.ids[start:stop]
         if not ids:
             return
         self.sampled += len(ids)
         if self._paused:
             self.while_paused += len(ids)
-        versions = self._version if reply.versions is None else list(reply.versions)[: len(ids)]
+        versions = answering.versions
         recorded = 0
         try:
-            recorded = attempt.commit(ids, logprobs, versions)
+            recorded = answering.attempt.commit(
+                ids,
+                answering.logprobs[start:stop],
+                versions if isinstance(versions, int) else versions[start:stop],
+            )
         finally:
             self.committed += recorded
             self.wasted += len(ids) - recorded
@@ -346,9 +377,10 @@ class ScriptedController:
         self.log.append(("finish", attempt.id, reason, len(attempt.received)))
         attempt.finish(reason)
 
-    def _play(self, attempt: Attempt) -> Reply:
+    def _play(self, attempt: Attempt, made: Sequence[int] = ()) -> Reply:
         ids = attempt.prompt_ids.tolist()
         start = len(ids)
+        ids += made
         stops = {0, *attempt.sampling.stop_token_ids}
         while len(ids) - start < attempt.max_tokens:
             token = expected_token(
@@ -364,7 +396,7 @@ class ScriptedController:
                 break
         answer = ids[start:]
         finish: Literal["stop", "length"] = "stop" if answer[-1] in stops else "length"
-        delay = len(answer) / self._rate if self._rate else 0.0
+        delay = (len(answer) - len(made)) / self._rate if self._rate else 0.0
         return Reply(answer, finish=finish, delay=delay)
 
     def __repr__(self) -> str:
@@ -386,7 +418,7 @@ class Stall:
 
 
 class _Answering:
-    """One attempt at the scripted server."""
+    """One attempt at the scripted server: what it is going to answer, when, and how far it is."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
@@ -394,6 +426,71 @@ class _Answering:
         self.aborted = False
         self.admitted = False
         self.deaf = 0
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: int | list[int] = 0
+        self.version = 0
+        self.finish = "stop"
+        self.made = 0  # tokens that the policy has made
+        self.sent = 0  # of those, committed
+        self._base = 0  # tokens that were there when the present plan was made
+        self._started = 0.0
+        self._delay = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether no token will be made any more."""
+        return self.aborted or self.made >= len(self.ids)
+
+    def plan(self, reply: Reply, version: int) -> None:
+        """Decides what the policy of a version is going to make."""
+        cap = None if reply.overrun else self.attempt.max_tokens
+        self.reply = reply
+        self.version = version
+        self.ids = list(reply.ids)[:cap]
+        self.logprobs = (
+            [expected_logprob(i, version) for i in self.ids]
+            if reply.logprobs is None
+            else list(reply.logprobs)[:cap]
+        )
+        self.versions = version if reply.versions is None else list(reply.versions)[: len(self.ids)]
+        self.finish = reply.finish
+        self._started, self._delay = current_time(), reply.delay
+
+    def go_on(self) -> None:
+        """The clock of the plan stood still, and runs again."""
+        whole = len(self.ids)
+        self._delay *= (whole - self.made) / max(1, whole - self._base)
+        self._base, self._started = self.made, current_time()
+
+    def plan_anew(self, rest: Reply | None, version: int) -> None:
+        """The rest is made by another version; `None` is the same tokens, with that version's logprobs."""
+        made = self.made
+        if rest is not None:
+            self.ids = list(rest.ids)
+            self.finish = rest.finish
+            self._delay = rest.delay
+        before = self.versions
+        done = [before] * made if isinstance(before, int) else before[:made]
+        fresh = self.ids[made:]
+        if self.reply.logprobs is None:
+            self.logprobs = self.logprobs[:made] + [expected_logprob(i, version) for i in fresh]
+        self.versions = done + [version] * len(fresh)
+        self.version = version
+
+    def time_of(self, count: int) -> float:
+        """When so many tokens are made."""
+        rest = len(self.ids) - self._base
+        share = (count - self._base) / rest if rest else 1.0
+        return self._started + self._delay * share
+
+    def due(self) -> int:
+        """How many tokens are made by now, if they take time."""
+        if not self._delay:
+            return self.made
+        rest = len(self.ids) - self._base
+        share = (current_time() - self._started) / self._delay
+        return self._base + min(rest, int(rest * share + 1e-9))
 
     def abort(self) -> None:
         """Hears an abort, unless it has not arrived yet or is deaf to it."""
