@@ -41,6 +41,7 @@ TASK = TaskStatistics(
     tokens_late=3,
     tokens_rejected=0,
     resumed_turns=20,
+    restarted_turns=0,
     unseen_turns=0,
 )
 STATISTICS = EngineStatistics(

@@ -270,8 +270,9 @@ class TransformersController:
         self._abort(list(self._open) if ids is None else [i for i in ids if i in self._open])
 
     async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
-        """Returns once the generation loop is parked. In either mode attempts in flight stay as they are, and go on after
-        `resume`; what they have keeps its version.
+        """Returns once the generation loop is parked.
+
+        In either mode attempts in flight stay as they are, and go on after `resume`; what they have keeps its version.
 
         Cancellation: takes the pause back.
 

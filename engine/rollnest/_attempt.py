@@ -41,10 +41,12 @@ class TokenCounters:
         committed: Tokens recorded in attempts.
         late: Tokens that came after the engine had given their attempt up.
         rejected: Tokens of answers that broke a rule, or beyond the cap.
-        discarded: Committed tokens that reached no sample: of failed requests, of probes, or past a stop string.
+        discarded: Committed tokens that reached no sample: of failed requests, of probes, past a stop string, or of
+            partials that were not to be kept.
         retries: Requests that were sent again because they failed for a reason that may pass.
         unseen_turns: Attempts that were cut without a reply, so that what the server had made is not known.
         resumed_turns: Turns that went on from a partial.
+        restarted_turns: Times that a turn began again because its partial was discarded.
     """
 
     __slots__ = (
@@ -52,6 +54,7 @@ class TokenCounters:
         "discarded",
         "late",
         "rejected",
+        "restarted_turns",
         "resumed_turns",
         "retries",
         "unseen_turns",
@@ -65,6 +68,7 @@ class TokenCounters:
         self.unseen_turns: int = 0
         self.resumed_turns: int = 0
         self.retries: int = 0
+        self.restarted_turns: int = 0
 
     def __repr__(self) -> str:
         return "<TokenCounters " + " ".join(f"{n}={getattr(self, n)}" for n in self.__slots__) + ">"

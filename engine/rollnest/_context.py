@@ -49,6 +49,7 @@ class RolloutServices:
     counters: TokenCounters
     instruments: Instruments
     sampling: Sampling
+    partial: bool
     limits: Limits
     max_response_tokens: int | None
     max_context: int
@@ -244,7 +245,8 @@ class Context:
     ) -> Turn:
         """Has the policy continue the context.
 
-        A pause is not seen: the turn keeps its partial, waits, and goes on with what remains of its cap.
+        A pause is not seen: the turn keeps its partial, waits, and goes on with what remains of its cap. Where the
+        task's strategy says `partial=False` it begins again.
         Without room left the turn ends at once, empty, as `"length"`; asking once more fails the sample.
 
         Args:
@@ -399,7 +401,7 @@ class Context:
             reason = "stop" if stopped else self._reason(attempt, sampling, start)
             if reason is None:
                 self._since = services.gate.clock()
-            if attempt.received:
+            if len(self._response) - start > got:
                 services.outage.good = attempt
                 if services.outage.failures and error is None:
                     services.outage.worked(self._mark)
@@ -407,7 +409,7 @@ class Context:
             elif error is not None:
                 reason = None
             elif reason is None:
-                error = InferenceError("the server aborted unasked and without a token")
+                error = InferenceError("the server aborted unasked and without a token to keep")
             if reason is not None or error is None:
                 continue
             if services.gate.closed or services.gate.epoch != epoch:
@@ -463,10 +465,16 @@ class Context:
 
         failure: InferenceError | None = None
         try:
-            await services.gate.pass_through(build, services.controller.generate, limit)
+            done = await services.gate.pass_through(build, services.controller.generate, limit)
+            if not services.partial and self._is_partial(done, sampling):
+                usable = False
+                services.counters.restarted_turns += 1
         except Exception as error:
             failure = self._failure(error)
             usable = failure.retryable and attempt is not None and bool(attempt.received)
+            if usable and not services.partial:
+                usable = False
+                services.counters.restarted_turns += 1
             if not failure.retryable:
                 if isinstance(error, InferenceError | UnsupportedSampling):
                     raise
@@ -539,6 +547,16 @@ class Context:
         else:
             self._response.extend(received)
         return stop_at is not None
+
+    def _is_partial(self, attempt: Attempt, sampling: Sampling) -> bool:
+        """Whether an attempt that brings a whole turn was cut in the middle of it."""
+        received = attempt.received
+        if attempt.finish_reason not in (None, FinishReason.ABORT) or not received:
+            return False
+        if len(received) >= attempt.max_tokens:
+            return False
+        stops = self._core.services.stop_token_ids.union(sampling.stop_token_ids)
+        return len(received) < sampling.min_tokens or received.last_id not in stops
 
     def _reason(
         self, attempt: Attempt, sampling: Sampling, start: int

@@ -60,7 +60,7 @@ from ._sampler import Sampler
 from ._slots import Call, Slots
 from ._source import SourceSampler
 from ._statistics import EngineStatistics, Reading, TaskStatistics, read
-from ._strategies import is_freshest_first, tail_batch
+from ._strategies import is_freshest_first, keeps_partials, max_token_lag, tail_batch
 from ._table import EXPIRED_RETRIES, GroupTable, Row
 from ._task import TaskSpec
 from ._tree import ConsumerTree, EngineTree
@@ -562,6 +562,7 @@ class Engine:
                 tail_batch=tail_batch(spec.strategy),
                 freshest_first=is_freshest_first(spec.strategy),
                 restart_whole=overrides_generate_group(spec.loop),
+                max_token_lag=max_token_lag(spec.strategy),
             )
             services = RolloutServices(
                 task=spec.name,
@@ -575,6 +576,7 @@ class Engine:
                 counters=counters[spec.name],
                 instruments=self._instruments,
                 sampling=spec.sampling,
+                partial=keeps_partials(spec.strategy),
                 limits=spec.limits,
                 max_response_tokens=spec.max_response_tokens,
                 max_context=min(
@@ -860,6 +862,7 @@ def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatist
         tokens_rejected=counters.rejected,
         resumed_turns=counters.resumed_turns,
         retries=counters.retries,
+        restarted_turns=counters.restarted_turns,
         unseen_turns=counters.unseen_turns,
     )
 

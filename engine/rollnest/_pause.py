@@ -252,7 +252,7 @@ class PauseContext:
             _log.warning("the controller's abort() failed", exc_info=True)
 
     async def _confirm(self, *, by: float) -> None:
-        """Cuts what is still in flight, but for `KEEP`, and has the controller confirm; within one `control_timeout`."""
+        """Cuts what is in flight, but for `KEEP`, and has the controller confirm; within one `control_timeout`."""
         gate, keep = self._gate, self._mode is PauseMode.KEEP
         if not keep:
             gate.cut()

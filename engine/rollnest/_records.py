@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from enum import Enum
 from typing import Any, Literal, cast
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, evolve, field, frozen
 from attrs.validators import in_, instance_of, optional
 
 from ._checks import check_real, text, whole
@@ -233,10 +233,12 @@ class Segment:
     Attributes:
         prompt_ids: int32, read-only.
         response: The columns after it, sealed.
+        trained_from: Lowest weight version whose tokens are trained. Older ones stay what they are, and are masked.
     """
 
     prompt_ids: memoryview[int] = field(repr=_count)
     response: Response
+    trained_from: int = field(default=0, validator=whole(0))
 
     def __attrs_post_init__(self) -> None:
         if not self.response.sealed:
@@ -263,8 +265,30 @@ class Segment:
 
     @property
     def mask(self) -> memoryview[int]:
-        """1 where the response token is trained, uint8. Only tokens of the policy are."""
-        return self.response.origin
+        """1 where the response token is trained, uint8. Only tokens of the policy are, from `trained_from` on."""
+        origin = self.response.origin
+        if not self.trained_from:
+            return origin
+        first = self._first_trained
+        return memoryview(bytes(first) + bytes(origin[first:]))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest version among its trainable tokens; `None` without any."""
+        first = self.response.oldest_version
+        if first is None or first >= self.trained_from:
+            return first
+        return min(
+            (v for v, _, _ in self.response.version_runs if v >= self.trained_from), default=None
+        )
+
+    @property
+    def _first_trained(self) -> int:
+        # Versions never decrease, so whatever comes after the first such token is new enough or context.
+        for version, start, _ in self.response.version_runs:
+            if version >= self.trained_from:
+                return start
+        return len(self.response)
 
     def __len__(self) -> int:
         return len(self.response)
@@ -323,7 +347,7 @@ class Sample:
             response = segment.response
             if response.policy_tokens:
                 tokens += response.policy_tokens
-                first = response.oldest_version
+                first = segment.oldest_version
                 if first is not None and (oldest is None or first < oldest):
                     oldest = first
         object.__setattr__(self, "policy_tokens", tokens)
@@ -368,6 +392,17 @@ class Sample:
         """Versions between the oldest trainable token and `version`; 0 without a trainable token."""
         oldest = self.oldest_version
         return 0 if oldest is None else version - oldest
+
+    def trained_from(self, version: int) -> Sample:
+        """Returns the sample with tokens of older versions masked; itself if it has none that are trained."""
+        if self.oldest_version is None or self.oldest_version >= version:
+            return self
+        return evolve(
+            self,
+            segments=tuple(
+                evolve(s, trained_from=max(s.trained_from, version)) for s in self.segments
+            ),
+        )
 
 
 _NEVER_JUDGED = frozenset({Status.INIT, Status.ABORTED, Status.EXPIRED, Status.FAILED})
@@ -440,6 +475,7 @@ class BatchStatistics:
         asked: Groups that were its share; more than `groups` only in a short batch.
         samples: Samples in it.
         policy_tokens: Tokens that the policy sampled.
+        masked_tokens: Of these, tokens that are not trained, because they have become too old.
         context_tokens: Tokens that something else put into the responses.
         longest_response: Tokens of the longest response.
         truncated: Samples that the cap cut.
@@ -470,6 +506,7 @@ class BatchStatistics:
         tokens_expired: Tokens of members that were given up because they had become too old.
         tokens_discarded: Tokens that reached no sample: of failed requests, or past a stop string.
         resumed_turns: Turns that went on from a partial.
+        restarted_turns: Times that a turn began again because its partial was discarded.
         unseen_turns: Attempts that were cut without a reply.
         seconds: Time since the batch before, or since the engine began.
         pause_seconds: Of that, time that the gate was closed.
@@ -479,6 +516,7 @@ class BatchStatistics:
     asked: int = 0
     samples: int = 0
     policy_tokens: int = 0
+    masked_tokens: int = 0
     context_tokens: int = 0
     longest_response: int = 0
     truncated: int = 0
@@ -509,6 +547,7 @@ class BatchStatistics:
     tokens_expired: int = 0
     tokens_discarded: int = 0
     resumed_turns: int = 0
+    restarted_turns: int = 0
     unseen_turns: int = 0
     seconds: float = 0.0
     pause_seconds: float = 0.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from attrs import field, frozen
 
 from ._attempt import TokenCounters
-from ._records import BatchStatistics, FailureKind, Group, Sample
+from ._records import BatchStatistics, FailureKind, Group, Sample, Segment
 from ._table import GroupTable, Row
 
 __all__ = ["EngineStatistics", "Produced", "Reading", "TaskStatistics", "batch_statistics", "read"]
@@ -45,11 +45,13 @@ class TaskStatistics:
         tokens_in_records: Of those, in samples: delivered, dropped (members that were given up too), ready, waiting
             and live ones.
         tokens_expired: Of these, in members that were given up because they had become too old.
-        tokens_discarded: Of the committed ones, those that reached no sample: of failed requests, past a stop string.
+        tokens_discarded: Of the committed ones, those that reached no sample: of failed requests, past a stop string,
+            or of partials that were not to be kept.
         tokens_late: Tokens that came after their attempt was given up.
         tokens_rejected: Tokens of unusable answers, or beyond a cap.
         resumed_turns: Turns that went on from a partial.
         retries: Requests that were sent again because they failed for a reason that may pass.
+        restarted_turns: Times that a turn began again because its partial was discarded.
         unseen_turns: Attempts that were cut without a reply.
     """
 
@@ -77,6 +79,7 @@ class TaskStatistics:
     tokens_late: int
     tokens_rejected: int
     resumed_turns: int
+    restarted_turns: int
     retries: int = 0
     unseen_turns: int
 
@@ -162,6 +165,7 @@ class Reading:
     expired_tokens: int
     discarded: int
     resumed_turns: int
+    restarted_turns: int
     unseen_turns: int
     pause_seconds: float
     time: float
@@ -190,6 +194,7 @@ def read(
         table.expired_tokens,
         tokens.discarded,
         tokens.resumed_turns,
+        tokens.restarted_turns,
         tokens.unseen_turns,
         pause_seconds,
         time,
@@ -225,6 +230,7 @@ def batch_statistics(
         asked=asked,
         samples=len(samples),
         policy_tokens=policy_tokens,
+        masked_tokens=sum(_masked(segment) for segment in segments),
         context_tokens=sum(map(len, segments)) - policy_tokens,
         longest_response=max((sum(map(len, s.segments)) for s in samples), default=0),
         truncated=sum(sample.truncated for sample in samples),
@@ -259,6 +265,7 @@ def batch_statistics(
         tokens_expired=rise("expired_tokens"),
         tokens_discarded=rise("discarded"),
         resumed_turns=rise("resumed_turns"),
+        restarted_turns=rise("restarted_turns"),
         unseen_turns=rise("unseen_turns"),
         # The clock and the gate are every task's: the union's time is that of any one.
         seconds=now[0].time - before[0].time,
@@ -268,6 +275,12 @@ def batch_statistics(
 
 def _has_no_spread(group: Group) -> bool:
     return len(set(group.rewards)) == 1
+
+
+def _masked(segment: Segment) -> int:
+    return (
+        segment.response.policy_tokens - bytes(segment.mask).count(1) if segment.trained_from else 0
+    )
 
 
 def _percentile(values: Sequence[float], share: float) -> float | None:

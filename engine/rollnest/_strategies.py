@@ -10,7 +10,7 @@ from math import ceil
 from typing import Literal, Protocol
 
 from attrs import field, frozen
-from attrs.validators import in_
+from attrs.validators import in_, instance_of
 
 from ._checks import real, whole
 
@@ -20,6 +20,8 @@ __all__ = [
     "Production",
     "SyncStrategy",
     "is_freshest_first",
+    "keeps_partials",
+    "max_token_lag",
     "tail_batch",
 ]
 
@@ -50,8 +52,9 @@ class Production:
 class ProduceStrategy(Protocol):
     """Says how many groups may start.
 
-    One of your own may also have `tail_batch` and `order`, with the meaning that they have in `AsyncStrategy`. What
-    `room` answers is asked again whenever a group has ended, a batch was taken, or a `next_batch` begins to wait.
+    One of your own may also have `tail_batch`, `order`, `partial` and `max_token_lag`, with the meaning that they have
+    in `AsyncStrategy`. What `room` answers is asked again whenever a group has ended, a batch was taken, or a
+    `next_batch` begins to wait.
     """
 
     @property
@@ -113,6 +116,11 @@ class AsyncStrategy:
         tail_batch: How many expired groups make a tail batch; with `expired="tail"` only.
         order: Which ready groups a batch takes first: `"oldest"`, or `"freshest"`. The latter starves long answers, so
             it needs `expired="drop"`.
+        partial: Whether a turn that a pause has cut goes on from its partial. `False` discards the partial, and the
+            turn begins again, so that each turn is of one version; with `PauseMode.KEEP` nothing is cut.
+        max_token_lag: Most versions between a token that is trained and the policy's; older tokens of a sample are
+            masked when its batch is taken, and no longer count for `max_staleness`. A sample without any token left to
+            train is made again. `None` trains all.
     """
 
     max_staleness: int = field(default=1, validator=whole(0))
@@ -125,6 +133,8 @@ class AsyncStrategy:
     order: Literal["oldest", "freshest"] = field(
         default="oldest", validator=in_(("oldest", "freshest"))
     )
+    partial: bool = field(default=True, validator=instance_of(bool))
+    max_token_lag: int | None = field(default=None, validator=whole(0, optional=True))
     needs_batch_size: bool = field(default=True, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -168,3 +178,14 @@ def tail_batch(strategy: ProduceStrategy) -> int | None:
 def is_freshest_first(strategy: ProduceStrategy) -> bool:
     """Whether a batch takes the freshest groups first."""
     return getattr(strategy, "order", "oldest") == "freshest"
+
+
+def keeps_partials(strategy: ProduceStrategy) -> bool:
+    """Whether a turn that a pause has cut goes on from its partial; else it begins again."""
+    return getattr(strategy, "partial", True) is not False
+
+
+def max_token_lag(strategy: ProduceStrategy) -> int | None:
+    """Most versions between a trained token and the policy's; `None` trains all."""
+    lag: object = getattr(strategy, "max_token_lag", None)
+    return lag if isinstance(lag, int) else None

@@ -133,6 +133,7 @@ class GroupTable:
         tail_batch: int | None = None,
         freshest_first: bool = False,
         restart_whole: bool = False,
+        max_token_lag: int | None = None,
     ) -> None:
         self.task = task
         self.flight: dict[int, Row] = {}
@@ -155,6 +156,7 @@ class GroupTable:
         self.failures: Counter[FailureKind] = Counter()
         self._restart_whole = restart_whole  # whether rows that are drawn again keep no member
         self._max_staleness = max_staleness
+        self._max_token_lag = max_token_lag  # older tokens are masked; `None` masks none
         self._retries = retries  # of a row that has become too old
         self._buffer: ReplayBuffer[Row] = ReplayBuffer(
             tail_batch=tail_batch, freshest_first=freshest_first
@@ -203,7 +205,7 @@ class GroupTable:
             row = self._buffer.take_waiting(everything=everything)
         if row is None:
             return None
-        for sample in self._expire_samples(row, version):
+        for sample in self._aged(row, version):
             completed = sample.status is Status.COMPLETED
             if completed and not self._restart_whole:
                 row.kept[sample.index] = sample
@@ -255,21 +257,30 @@ class GroupTable:
                 return "waiting"
 
     def expire(self, version: int) -> int:
-        """Moves ready rows that lag too much to where they are drawn again; their fresh members are kept.
+        """Masks tokens that are too old to train, and moves ready rows that lag too much to where they are drawn again.
+
+        Members that are fresh enough are kept. One that has no token left to train has become too old.
 
         Returns:
-            How many expired.
+            How many rows expired.
         """
-        rows = self._buffer.take_older(version - self._max_staleness)
-        for row in rows:
-            row.group = Group(self.task, row.prompt, row.visit, self._expire_samples(row, version))
+        oldest = version - self._max_staleness
+        if self._max_token_lag is not None:
+            oldest = max(oldest, version - self._max_token_lag)
+        count = 0
+        for row in self._buffer.take_older(oldest):
+            row.group = group = Group(self.task, row.prompt, row.visit, self._aged(row, version))
+            if group.status is Status.COMPLETED:  # masked, and fresh enough without what was
+                self._buffer.put(row, group.oldest_version or 0, row.visit)
+                continue
+            count += 1
             if self._may_retry(row):
                 row.state = RowState.WAITING
                 self._buffer.wait_expired(row)
         for row in self._buffer.complete_tail():
             row.in_tail = True
             self.tail += 1
-        return len(rows)
+        return count
 
     def let_go(self, sample: Sample, reason: str) -> None:
         """Counts a member that left its group."""
@@ -317,7 +328,7 @@ class GroupTable:
     def _has_expired(self, row: Row, version: int) -> bool:
         """Whether a row became too old while it waited; one that expired before counts once."""
         before = [sample.status for sample in row.members.samples]
-        after = [sample.status for sample in self._expire_samples(row, version)]
+        after = [sample.status for sample in self._aged(row, version)]
         return Status.EXPIRED in after and Status.EXPIRED not in before
 
     def _may_retry(self, row: Row) -> bool:
@@ -333,14 +344,21 @@ class GroupTable:
         self.tail -= row.in_tail
         row.in_tail = False
 
-    def _expire_samples(self, row: Row, version: int) -> list[Sample]:
+    def _aged(self, row: Row, version: int) -> list[Sample]:
+        """A row's members as they are at a version: old tokens masked, or EXPIRED."""
         return [
-            evolve(sample, status=Status.EXPIRED, verdict=None, unjudged=False)
-            if (sample.status is Status.COMPLETED or sample.unjudged)
-            and sample.lag(version) > self._max_staleness
+            self._aged_sample(sample, version)
+            if sample.status is Status.COMPLETED or sample.unjudged
             else sample
             for sample in row.members.samples
         ]
+
+    def _aged_sample(self, sample: Sample, version: int) -> Sample:
+        if self._max_token_lag is not None:
+            sample = sample.trained_from(version - self._max_token_lag)
+        if sample.oldest_version is not None and sample.lag(version) <= self._max_staleness:
+            return sample
+        return evolve(sample, status=Status.EXPIRED, verdict=None, unjudged=False)
 
     def __repr__(self) -> str:
         return (

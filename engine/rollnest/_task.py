@@ -85,7 +85,13 @@ def _check_judger(spec: TaskSpec, attribute: Attribute[Any], value: Any) -> None
 
 def _check_strategy(_: Any, attribute: Attribute[Any], value: Any) -> None:
     if not all(
-        hasattr(value, name) for name in ("room", "max_staleness", "expired", "needs_batch_size")
+        hasattr(value, name)
+        for name in (
+            "room",
+            "max_staleness",
+            "expired",
+            "needs_batch_size",
+        )
     ):
         raise TypeError(f"{attribute.name} must be a ProduceStrategy, got {value!r}")
 

@@ -237,8 +237,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "expiry off by one",
         (
             "_table.py",
-            "take_older(version - self._max_staleness)",
-            "take_older(version - self._max_staleness - 1)",
+            "        oldest = version - self._max_staleness\n",
+            "        oldest = version - self._max_staleness - 1\n",
         ),
     ),
     _mutant(
