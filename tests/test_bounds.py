@@ -84,6 +84,7 @@ BOUNDS: Mapping[str, int] = {
     "Instruments._listeners": 32,
     "Instruments._listeners[]": 1,
     "Capabilities.sampling": 8,
+    "Capabilities.pause_modes": 2,
     "RolloutServices.stop_token_ids": 1,
     "Sampler._order": 40,
     # Batches that were not committed: the last one.
