@@ -401,7 +401,8 @@ class Context:
             reason = "stop" if stopped else self._reason(attempt, sampling, start)
             if reason is None:
                 self._since = services.gate.clock()
-            if len(self._response) - start > got:
+            gained = len(self._response) - start > got
+            if gained:
                 services.outage.good = attempt
                 if services.outage.failures and error is None:
                     services.outage.worked(self._mark)
@@ -416,7 +417,7 @@ class Context:
                 continue  # whatever it says, it was asked to stop
             if retries is None:
                 retries = Retries(services.outage, f"{services.task}/{self._core.prompt.uid}")
-            await retries.again(error, attempt)
+            await retries.again(error, attempt, gained=gained)
             services.counters.retries += 1
         if attempts and start == len(self._response):
             raise InferenceError("the server's answer is unusable: it ended without a single token")

@@ -175,8 +175,13 @@ class Retries:
         self._last = 0  # number of the last failure
         self._outages = outage.count
 
-    async def again(self, error: Exception, attempt: Attempt) -> None:
+    async def again(self, error: Exception, attempt: Attempt, *, gained: bool) -> None:
         """Takes note of a failure, and returns when the request may go to the gate again.
+
+        Args:
+            error: What it failed with.
+            attempt: The request.
+            gained: Whether the turn has got further by it.
 
         Raises:
             InferenceError: The server works, so the request is to blame.
@@ -188,8 +193,8 @@ class Retries:
         if self._outages != outage.count:
             self._outages = outage.count
             self._tries = 0  # those were the server's
-        if attempt.received:
-            self._tries = 0  # it gets on
+        if gained:
+            self._tries = 0
         self._tries += 1
         self._sent += 1
         self._last = outage.failed(self._prompt, error, attempt)
