@@ -213,7 +213,7 @@ async def _measure(controller: InferenceController, bench: PauseBench) -> _Measu
         loop=_turn_after_turn,
         group_size=1,
         sampling=Sampling(bench.max_tokens),
-        strategy=AsyncStrategy(max_staleness=0),
+        strategy=AsyncStrategy(max_staleness=0, lead=0),
         starve_after=1,
     )
     engine = Engine(
