@@ -46,7 +46,7 @@ def hunt(folder: Path, mutant: Mutant) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,  # a guard against a mutant that hangs, not a bound on time
     )
     if done.returncode not in (0, 1) or not done.stdout:
         raise RuntimeError(done.stderr[-2000:])

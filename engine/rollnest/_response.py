@@ -230,9 +230,10 @@ class Response:
         if self._origin:
             self._ids.extend(new_ids)
             self._logprobs.extend(new_logprobs)
-        else:
+            self._origin.extend(_POLICY * count)
+        else:  # what most responses are made of: one answer
             self._ids, self._logprobs = new_ids, new_logprobs
-        self._origin.extend(_POLICY * count)
+            self._origin = bytearray(_POLICY) * count
         self._policy_tokens += count
         for length, version in runs:
             self._extend_run(length, version)
@@ -300,6 +301,10 @@ class Response:
             self._last_version = version
 
 
+# As a constant: `list | array` in the call would be made anew for every answer.
+_PACKABLE = (list, array, tuple, memoryview)
+
+
 def token_column(ids: Iterable[int]) -> array[int]:
     """Packs token ids as int32.
 
@@ -308,7 +313,7 @@ def token_column(ids: Iterable[int]) -> array[int]:
         TypeError: An id is no integer.
     """
     values: Sequence[int] | array[int] | memoryview[int]
-    if isinstance(ids, list | array | tuple | memoryview):
+    if isinstance(ids, _PACKABLE):
         values = ids
     elif isinstance(ids, str | bytes | bytearray):
         raise TypeError(f"ids must be integers, got {type(ids).__name__}")
