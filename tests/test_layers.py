@@ -27,6 +27,7 @@ LAYERS: list[list[str]] = [
         "_buffer",
         "_continuation",
         "_delivery",
+        "_figures",
         "_judgers",
         "_process_judger",
         "_sampler",

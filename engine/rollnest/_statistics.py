@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from attrs import field, frozen
 
 from ._attempt import TokenCounters
-from ._records import BatchStatistics, FailureKind, Group, Sample, Segment
+from ._records import BatchStatistics, FailureKind, Sample
 from ._table import GroupTable, Row
 
 __all__ = ["EngineStatistics", "Produced", "Reading", "TaskStatistics", "batch_statistics", "read"]
@@ -210,11 +210,14 @@ def batch_statistics(
     asked: int,
 ) -> BatchStatistics:
     """Describes groups of one or several tasks; over several, percentiles are of the union."""
-    groups = [row.members for row in rows]
-    samples = [sample for group in groups for sample in group.samples]
-    segments = [segment for sample in samples for segment in sample.segments]
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    policy_tokens = sum(sample.policy_tokens for sample in samples)
+    figures = [row.figures for row in rows]
+    samples = sum([f.samples for f in figures])
+    rewards = sum([f.rewards for f in figures])
+    policy_tokens = sum([f.policy_tokens for f in figures])
+    lags: Counter[int] = Counter()
+    for each in figures:
+        for oldest, count in each.oldest_versions.items():
+            lags[0 if oldest is None else version - oldest] += count
     seconds = sorted(row.seconds for row in rows)
     dropped: Counter[str] = Counter()
     for reading in now:
@@ -226,22 +229,22 @@ def batch_statistics(
         return sum(int(getattr(r, name)) for r in now) - sum(int(getattr(r, name)) for r in before)
 
     return BatchStatistics(
-        groups=len(groups),
+        groups=len(rows),
         asked=asked,
-        samples=len(samples),
+        samples=samples,
         policy_tokens=policy_tokens,
-        masked_tokens=sum(_masked(segment) for segment in segments),
-        context_tokens=sum(map(len, segments)) - policy_tokens,
-        longest_response=max((sum(map(len, s.segments)) for s in samples), default=0),
-        truncated=sum(sample.truncated for sample in samples),
-        reward_mean=sum(rewards) / len(rewards) if rewards else None,
-        reward_min=min(rewards, default=None),
-        reward_max=max(rewards, default=None),
-        unscored=len(samples) - len(rewards),
+        masked_tokens=sum([f.masked_tokens for f in figures]),
+        context_tokens=sum([f.response_tokens for f in figures]) - policy_tokens,
+        longest_response=max([f.longest_response for f in figures], default=0),
+        truncated=sum([f.truncated for f in figures]),
+        reward_mean=sum([f.reward_sum for f in figures]) / rewards if rewards else None,
+        reward_min=min([f.reward_min for f in figures if f.reward_min is not None], default=None),
+        reward_max=max([f.reward_max for f in figures if f.reward_max is not None], default=None),
+        unscored=samples - rewards,
         zero_variance_share=(
-            sum(_has_no_spread(group) for group in groups) / len(groups) if rewards else None
+            sum([f.has_no_spread for f in figures]) / len(figures) if rewards else None
         ),
-        lag_histogram=dict(sorted(Counter(sample.lag(version) for sample in samples).items())),
+        lag_histogram=dict(sorted(lags.items())),
         group_seconds_mean=sum(seconds) / len(seconds) if seconds else None,
         group_seconds_p50=_percentile(seconds, 0.5),
         group_seconds_p99=_percentile(seconds, 0.99),
@@ -270,16 +273,6 @@ def batch_statistics(
         # The clock and the gate are every task's: the union's time is that of any one.
         seconds=now[0].time - before[0].time,
         pause_seconds=now[0].pause_seconds - before[0].pause_seconds,
-    )
-
-
-def _has_no_spread(group: Group) -> bool:
-    return len(set(group.rewards)) == 1
-
-
-def _masked(segment: Segment) -> int:
-    return (
-        segment.response.policy_tokens - bytes(segment.mask).count(1) if segment.trained_from else 0
     )
 
 

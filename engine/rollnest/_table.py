@@ -19,6 +19,7 @@ from enum import Enum
 from attrs import evolve
 
 from ._buffer import ReplayBuffer
+from ._figures import GroupFigures
 from ._records import FailureKind, Group, Prompt, Sample, Status
 
 __all__ = ["EXPIRED", "EXPIRED_RETRIES", "FILTERED", "GroupTable", "Row", "RowState"]
@@ -67,6 +68,7 @@ class Row:
     """
 
     __slots__ = (
+        "_figures",
         "expiries",
         "group",
         "in_tail",
@@ -88,6 +90,15 @@ class Row:
         self.expiries = 0
         self.in_tail = False
         self.seconds = 0.0
+        self._figures: GroupFigures | None = None
+
+    @property
+    def figures(self) -> GroupFigures:
+        """Sums over the frozen members."""
+        figures = self._figures
+        if figures is None or figures.group is not self.group:
+            self._figures = figures = GroupFigures.of(self.members)
+        return figures
 
     @property
     def members(self) -> Group:
@@ -238,6 +249,9 @@ class GroupTable:
         match group.status:
             case Status.COMPLETED:
                 row.state = RowState.READY
+                _ = (
+                    row.figures
+                )  # counted now, group by group: a batch is handed over without counting
                 self.forgive()
                 self._buffer.put(row, group.oldest_version or 0, row.visit)
                 return "ready"
@@ -294,7 +308,7 @@ class GroupTable:
         rows = self._buffer.take(count)
         for row in rows:
             row.state = RowState.DELIVERED
-            self.delivered_tokens += _tokens(row)
+            self.delivered_tokens += row.figures.policy_tokens
             self.delivered_members += len(row.members)
         self.delivered += len(rows)
         return rows

@@ -1,0 +1,81 @@
+"""What a batch's statistics need of one group, counted once, when the group has ended: a batch then only adds up."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from attrs import frozen
+
+from ._records import Group, Segment
+
+__all__ = ["GroupFigures"]
+
+
+@frozen(eq=False)
+class GroupFigures:
+    """Sums over the members of a group.
+
+    Attributes:
+        group: Whose they are.
+        samples: Members.
+        policy_tokens: Tokens that the policy sampled.
+        masked_tokens: Of these, tokens that are not trained because they had become too old.
+        response_tokens: Tokens of the policy, and what something else put between them.
+        longest_response: Tokens of the longest response.
+        truncated: Members that the cap cut.
+        rewards: How many have a verdict.
+        reward_sum: Sum of their rewards.
+        reward_min: Lowest reward; `None` without a verdict.
+        reward_max: Highest reward; `None` without a verdict.
+        oldest_versions: How many members have which version as their oldest; `None` is without a trainable token.
+    """
+
+    group: Group
+    samples: int
+    policy_tokens: int
+    masked_tokens: int
+    response_tokens: int
+    longest_response: int
+    truncated: int
+    rewards: int
+    reward_sum: float
+    reward_min: float | None
+    reward_max: float | None
+    oldest_versions: Counter[int | None]
+
+    @property
+    def has_no_spread(self) -> bool:
+        """Whether all members have one reward, or none has any."""
+        if self.rewards in (0, self.samples):
+            return self.reward_min == self.reward_max
+        return False
+
+    @classmethod
+    def of(cls, group: Group) -> GroupFigures:
+        """Counts."""
+        samples = group.samples
+        rewards = [s.verdict.score for s in samples if s.verdict is not None]
+        lengths = [
+            len(s.segments[0].response) if len(s.segments) == 1 else sum(map(len, s.segments))
+            for s in samples
+        ]
+        return cls(
+            group,
+            len(samples),
+            sum([s.policy_tokens for s in samples]),
+            sum([_masked(segment) for s in samples for segment in s.segments]),
+            sum(lengths),
+            max(lengths),
+            sum([s.truncated for s in samples]),
+            len(rewards),
+            sum(rewards),
+            min(rewards, default=None),
+            max(rewards, default=None),
+            Counter([s.oldest_version for s in samples]),
+        )
+
+
+def _masked(segment: Segment) -> int:
+    if not segment.trained_from:
+        return 0
+    return segment.response.policy_tokens - bytes(segment.mask).count(1)
