@@ -11,8 +11,9 @@ import pytest
 
 from rollnest import AllocationRequest, AsyncStrategy, Engine, Sample, SyncStrategy, _producer
 from rollnest._strategies import Production
+from rollnest.abc import Attempt
 from rollnest.errors import EngineBroken, Starved, Stuck
-from rollnest.testing import ScriptedController, assert_conserved
+from rollnest.testing import Reply, ScriptedController, assert_conserved
 
 from .helpers import prompts, spec
 
@@ -178,6 +179,33 @@ async def test_a_larger_lead_keeps_turns_in_flight_while_training_inside_the_pau
                 assert statistics.total("flight") + statistics.total("ready") >= 2
                 await anyio.sleep(100)
                 await pause.update_weights({})
+
+
+@pytest.mark.parametrize("expired", ["drop", "retry"])
+async def test_a_group_that_can_not_be_delivered_any_more_is_cancelled(
+    expired: Literal["drop", "retry"],
+) -> None:
+    """One member has ended, with the old weights; the other would be sampled for 100 s more, in vain."""
+
+    def script(attempt: Attempt) -> Reply:
+        slow = attempt.affinity.endswith("/0/1")  # of visit 0
+        return Reply([5, 0], delay=100.0 if slow else 1.0)
+
+    controller = ScriptedController(script)
+    strategy = AsyncStrategy(max_staleness=0, lead=0, expired=expired)
+    task = spec(strategy=strategy, shuffle=False)
+    async with Engine(controller, task, batch_size=1) as engine:
+        await anyio.sleep(10)
+        async with engine.paused() as pause:
+            await pause.update_weights({})
+        await anyio.sleep(10)
+        figures = engine.statistics().tasks["task"]
+        if expired == "drop":
+            assert figures.dropped == {"expired": 1}
+            assert (figures.drawn, figures.ready) == (2, 1)
+        else:  # it may expire; what its second member has is not thrown away
+            assert (figures.drawn, figures.flight) == (1, 1)
+    assert_conserved(engine, committed=controller.committed)
 
 
 # Stuck

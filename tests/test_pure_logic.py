@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from math import ceil
 
 import pytest
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -212,6 +213,70 @@ def test_what_is_lacking_is_always_admitted(
     assert flight + room >= lacking
     bound = max(ceil((1 + staleness) * share) - ready, lacking)
     assert room == 0 or flight + room <= bound
+
+
+@given(
+    lacking=st.integers(0, 50),
+    flight=st.integers(0, 50),
+    ready=st.integers(0, 50),
+    share=st.floats(0, 50),
+    tail=st.integers(0, 50),
+    every=st.integers(1, 5),
+    taken=st.integers(0, 9),
+    staleness=st.integers(0, 4),
+    lead=st.none() | st.floats(0, 5),
+    oversample=st.floats(0, 2),
+)
+def test_admission_never_exceeds_its_bound_and_never_starves_a_waiting_next_batch(
+    lacking: int,
+    flight: int,
+    ready: int,
+    share: float,
+    tail: int,
+    every: int,
+    taken: int,
+    staleness: int,
+    lead: float | None,
+    oversample: float,
+) -> None:
+    strategy = AsyncStrategy(max_staleness=staleness, lead=lead, oversample=oversample)
+    production = Production(lacking, flight, ready, share, tail, every, taken)
+    room = strategy.room(production)
+    assert room >= 0
+    assert flight + room >= lacking
+    batches = (1 + staleness) * every - 1 if lead is None else 1 + lead
+    most = ceil(batches * share) + (0 if tail else ceil(oversample * share))
+    assert room == 0 or flight + room <= max(most - ready, lacking)
+    # A batch that is taken makes room for no more than a batch.
+    after = strategy.room(evolve(production, taken=taken + 1))
+    assert after <= room
+
+
+@given(
+    share=st.integers(1, 6),
+    every=st.integers(1, 4),
+    staleness=st.integers(0, 3),
+    steps=st.integers(1, 30),
+)
+def test_by_the_default_lead_what_is_started_is_taken_in_time(
+    share: int, every: int, staleness: int, steps: int
+) -> None:
+    """A policy that makes everything at once, and a trainer that takes the oldest first."""
+    strategy, line, version, taken = AsyncStrategy(max_staleness=staleness), deque[int](), 0, 0
+    for step in range(1, steps + 1):
+        lacking = max(0, share - len(line))
+        line.extend([version] * lacking)  # it waits
+        batch = [line.popleft() for _ in range(share)]
+        taken += 1
+        assert version - min(batch) <= staleness
+        # It trains; meanwhile the policy runs ahead.
+        production = Production(0, 0, len(line), share, 0, every, taken)
+        line.extend([version] * strategy.room(production))
+        if step % every == 0:
+            version, taken = version + 1, 0
+    # All of the bound is used: one more group would be taken too late.
+    if steps > (staleness + 1) * every and staleness:
+        assert len(line) >= share * staleness * every
 
 
 @given(

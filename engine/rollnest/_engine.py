@@ -692,6 +692,7 @@ class Engine:
         parts = self._entered()
         parts.delivery.expire(parts.gate.version)
         for producer in parts.producers.values():
+            producer.runner.cancel_lost(parts.gate.version)
             producer.wake()
         self._ready.ring()
 

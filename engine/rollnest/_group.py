@@ -74,6 +74,14 @@ class GroupRunner:
         self.live.add(members)
         return members
 
+    def cancel_lost(self, version: int) -> None:
+        """Ends the groups that can't be delivered any more, so that nothing is sampled for them in vain."""
+        if self._by_group_loop:
+            return  # the loop may let the member go that is too old
+        for members in list(self.live):
+            if self._table.is_lost(members.row, members.samples.values(), version):
+                members.scope.cancel()
+
     async def run(self, members: Members) -> None:
         """Runs an admitted group, and settles its row.
 

@@ -13,7 +13,7 @@ dropped + flight), I8 (delivered at most once), I9 (nothing delivered lags more 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
 from attrs import evolve
@@ -302,6 +302,13 @@ class GroupTable:
             reason = OTHER
         self.shrunk[reason] += 1
         self.dropped_tokens += sample.policy_tokens
+
+    def is_lost(self, row: Row, ended: Iterable[Sample], version: int) -> bool:
+        """Whether a row in flight can't be delivered: a member is too old, and it may not expire once more."""
+        return row.expiries >= self._retries and any(
+            sample.status is Status.COMPLETED and sample.lag(version) > self._max_staleness
+            for sample in ended
+        )
 
     def take(self, count: int) -> list[Row]:
         """Delivers up to `count` ready rows, oldest first or freshest first."""

@@ -227,9 +227,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "_engine.py",
-            "        parts.delivery.expire(parts.gate.version)\n"
-            "        for producer in parts.producers.values():\n            producer.wake()\n",
-            "        parts.delivery.expire(parts.gate.version)\n",
+            "            producer.runner.cancel_lost(parts.gate.version)\n"
+            "            producer.wake()\n",
+            "            producer.runner.cancel_lost(parts.gate.version)\n",
         ),
     ),
     _mutant(
