@@ -69,6 +69,8 @@ BOUNDS: Mapping[str, int] = {
     "Delivery._before": TASKS,
     "Delivery._tables": TASKS,
     "Eviction._runners": TASKS,
+    "Shares.groups": TASKS,
+    "Shares.owed": TASKS,
     "_Parts.counters": TASKS,
     # Until the next request works: the last errors, and failed requests to probe with.
     "Outage._errors": 5,

@@ -20,7 +20,6 @@ LATER = {"Engine.save": "save", "Engine.restore": "restore"}
 """Counterparts of a later issue, and the words by which section 10 of the design lists them as not built."""
 
 PENDING = {
-    "AsyncStrategy(partial=)",
     "TaskSpec.refine",
 }
 """Counterparts of this issue that are not built yet; to be empty when it is closed."""

@@ -14,10 +14,6 @@ INVENTORY = TESTS / "data" / "xtuner_tests.toml"
 
 
 PENDING = {
-    "old tokens are masked, new ones kept",
-    "the mask of old tokens and of other tokens are combined",
-    "a sample that was reset has no old mask",
-    "the mask of old tokens is applied when a batch is taken",
     "nothing is produced after a restart until weights are known",
     "evaluation comes before production goes on",
 }
