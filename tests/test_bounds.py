@@ -301,6 +301,8 @@ class Quick(ScriptedController):
         match self._chance.randrange(40):
             case 0:
                 return Reply([7], error=InferenceError("500", retryable=True), delay=0.1)
+            case 2:
+                return Reply([7], error=InferenceError("400"), delay=0.1)
             case 1:
                 return Reply([7] * 4, delay=50.0)  # over the limit of a turn
             case _:
