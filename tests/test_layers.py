@@ -56,6 +56,7 @@ LAYERS: list[list[str]] = [
         "_blocking",
         "_context",
         "_engine",
+        "_evaluation",
         "_eviction",
         "_group",
         "_group_loop",

@@ -24,6 +24,7 @@ from ._pause import Pause as Pause
 from ._process_judger import ProcessJudger as ProcessJudger
 from ._records import Batch as Batch
 from ._records import BatchStatistics as BatchStatistics
+from ._records import EvalResult as EvalResult
 from ._records import Failure as Failure
 from ._records import Group as Group
 from ._records import Message as Message

@@ -41,7 +41,7 @@ class TokenCounters:
         committed: Tokens recorded in attempts.
         late: Tokens that came after the engine had given their attempt up.
         rejected: Tokens of answers that broke a rule, or beyond the cap.
-        discarded: Committed tokens that reached no sample: of failed requests, of probes, past a stop string, or of
+        discarded: Committed tokens that reached no sample: of failed requests, past a stop string, or of
             partials that were not to be kept.
         retries: Requests that were sent again because they failed for a reason that may pass.
         unseen_turns: Attempts that were cut without a reply, so that what the server had made is not known.
@@ -264,8 +264,8 @@ class Attempt:
         self.finish_reason = known
         self.detail = detail
 
-    def probe(self, version: int) -> Attempt:
-        """A request for one token after the same ids, to see whether the server answers."""
+    def probe(self, version: int, counters: TokenCounters) -> Attempt:
+        """A request for one token after the same ids, to see whether the server answers; counted apart."""
         return Attempt(
             self.prompt_ids,
             max_tokens=1,
@@ -273,13 +273,9 @@ class Attempt:
             affinity=self.affinity,
             version=version,
             vocab_size=self._vocab_size,
-            counters=self._counters,
+            counters=counters,
             newest_version=self._newest_version,
         )
-
-    def discard(self) -> None:
-        """Counts what was received as discarded: it is to be in no record."""
-        self._counters.discarded += len(self.received)
 
     def close(self) -> None:
         """Gives the attempt up: whatever still comes is counted as late and not recorded."""

@@ -17,15 +17,18 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from ._options import Sampling
 from ._pause import Pause
-from ._records import Batch
+from ._records import Batch, EvalResult
 from ._statistics import EngineStatistics
+from ._task import TaskSpec
 from ._tree import EngineTree
 from .abc import PauseMode, WeightSource
-from .errors import EndOfPrompts, EngineClosed
+from .errors import EndOfPrompts, EngineBusy, EngineClosed
 
 if TYPE_CHECKING:
     from ._engine import Engine
+    from ._evaluation import OnUpdate
 
 __all__ = ["BlockingEngine", "BlockingPause"]
 
@@ -44,6 +47,7 @@ class BlockingEngine:
         self._portal: BlockingPortal | None = None
         self._handed_over: deque[Batch] = deque()
         self._exits = ExitStack()
+        self._pausing = False
 
     def __enter__(self) -> BlockingEngine:
         """Starts the event loop's thread and enters the engine; raises what `Engine.__aenter__` raises."""
@@ -93,6 +97,24 @@ class BlockingEngine:
 
         self.call(commit)
 
+    def evaluate(
+        self,
+        task: TaskSpec | str,
+        *,
+        limit: int | None = None,
+        sampling: Sampling | None = None,
+        on_update: OnUpdate = "wait",
+        patience: float = 600.0,
+    ) -> EvalResult:
+        """See `Engine.evaluate`; this thread waits for it, so it can't be called inside `paused()`."""
+        if self._pausing:
+            raise EngineBusy("evaluate() inside paused() would wait for itself; call it after")
+        return self.call(
+            lambda: self._engine.evaluate(
+                task, limit=limit, sampling=sampling, on_update=on_update, patience=patience
+            )
+        )
+
     @contextmanager
     def paused(
         self, mode: PauseMode = PauseMode.ABORT, *, grace: float = 5.0
@@ -112,11 +134,13 @@ class BlockingEngine:
 
         try:
             self.call(enter)
+            self._pausing = True
             yield BlockingPause(self, entered[0])
         except BaseException as error:
             leaving = error
             raise
         finally:
+            self._pausing = False
             if (
                 entered
             ):  # a Ctrl-C may come right after the pause began: then it is left all the same

@@ -8,7 +8,7 @@ that meets a pause keeps its partial and goes on with what remains of its cap.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint
 from attrs import evolve, frozen
 
 from ._attempt import Attempt, FinishReason, TokenCounters
-from ._continuation import attempt_seed, check_training, tokens_through_stop
+from ._continuation import attempt_seed, tokens_through_stop
 from ._gate import Gate, OverLimit
 from ._instruments import Instruments
 from ._options import Limits, Sampling
@@ -53,6 +53,7 @@ class RolloutServices:
     limits: Limits
     max_response_tokens: int | None
     max_context: int
+    check: Callable[[Sampling, Capabilities], None]
     stop_token_ids: frozenset[int]
     seed: int
 
@@ -279,7 +280,7 @@ class Context:
         if sampling is None:
             sampling = core.services.sampling
         else:
-            check_training(sampling, core.services.capabilities)
+            core.services.check(sampling, core.services.capabilities)
         start = len(self._response)
         cap = min(max_tokens or sampling.max_tokens, self.remaining)
         self._busy = True

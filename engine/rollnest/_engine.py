@@ -27,10 +27,11 @@ from anyio import (
     current_time,
     fail_after,
     get_cancelled_exc_class,
+    get_current_task,
 )
 from anyio.abc import TaskGroup, TaskStatus
 from anyio.lowlevel import checkpoint
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ._admission import Admission
 from ._allocation import Allocate, Allocation, by_weight
@@ -40,22 +41,23 @@ from ._blocking import BlockingEngine
 from ._checks import check_real, check_whole
 from ._clock import loop_clock
 from ._context import RolloutServices
-from ._continuation import check_training
+from ._continuation import check_sampling, check_training
 from ._delivery import Delivery
+from ._evaluation import Evaluation, Evaluations, OnUpdate
 from ._eviction import Eviction
 from ._gate import Gate
 from ._group import GroupRunner
 from ._instruments import Instruments
 from ._judging import Judging
 from ._loops import overrides_generate_group
-from ._options import Capacity
+from ._options import Capacity, Sampling
 from ._outage import Outage
 from ._pause import Pause, PauseContext
 from ._prober import Prober
 from ._process_judger import main_file
 from ._processes import Processes
 from ._producer import Producer
-from ._records import Batch
+from ._records import Batch, EvalResult
 from ._sampler import Sampler
 from ._slots import Call, Slots
 from ._source import SourceSampler
@@ -81,6 +83,8 @@ __all__ = ["Engine"]
 
 _log = logging.getLogger("rollnest")
 
+_GROUPS_AT_ONCE = 512  # of an evaluation, where neither groups nor turns have a bound
+
 
 class _State(Enum):
     NEW = "new"
@@ -104,6 +108,8 @@ class _Parts:
     eviction: Eviction
     judge_slots: Slots
     tool_slots: Slots
+    services: RolloutServices  # of one of the tasks; an evaluation's are made of them
+    evaluations: Evaluations
 
 
 class Engine:
@@ -188,6 +194,7 @@ class Engine:
         self._broken = ""
         self._told = False  # whether a call has raised `EngineBroken`
         self._consumer: tuple[int, float] | None = None  # the groups asked for, and since when
+        self._pauser: int | None = None
         self._pausing: PauseContext | None = None
         self._told_keep = False  # whether the log says that KEEP is ABORT here
         self._parts: _Parts | None = None
@@ -242,8 +249,7 @@ class Engine:
 
     async def _leave(self, exc: BaseException | None) -> None:
         self._state = _State.CLOSED
-        self._production.cancel()
-        self._ready.ring()  # a consumer in another task hears it now
+        self._end_production()
         try:
             with self._ready:
                 traceback = None if exc is None else exc.__traceback__
@@ -287,7 +293,8 @@ class Engine:
             self._break("production failed", error)
         finally:
             try:
-                with CancelScope(shield=True):  # bounded by `exit_grace`
+                with CancelScope(shield=True):
+                    await parts.evaluations.settled()  # they were cancelled
                     await parts.processes.close(self._exit_grace)
                     await parts.workers.drain(self._exit_grace)
             finally:
@@ -409,9 +416,95 @@ class Engine:
             instruments=self._instruments,
             claim=self._claim_pause,
             release=self._release_pause,
+            give_way=self._give_way,
+            updated=parts.evaluations.updated,
             break_engine=self._break,
             check=self._check_whole,
         )
+
+    async def evaluate(
+        self,
+        task: TaskSpec | str,
+        *,
+        limit: int | None = None,
+        sampling: Sampling | None = None,
+        on_update: OnUpdate = "wait",
+        patience: float = 600.0,
+    ) -> EvalResult:
+        """Answers and judges each prompt of a task once, beside production.
+
+            result = await engine.evaluate(heldout, sampling=Sampling(512, temperature=0))
+
+        It shares the policy, the slots for turns, judgers and tools, and the limits; nothing of it gets into batches or
+        the tasks' figures. Each prompt gets `group_size` samples. `epochs`, `shuffle`, `weight`, `strategy`, `keep` and
+        what else concerns training is not used. Several may run at once. It begins when no pause is on.
+
+        Args:
+            task: What to evaluate, or the name of one of the engine's own tasks.
+            limit: Most prompts; the first ones are taken.
+            sampling: How the policy samples, greedily (temperature 0) too; `None` is the task's.
+            on_update: What a pause means to it, since new weights may come. `"wait"` has `paused()` wait for it before
+                the gate closes, at most `patience` seconds; then it goes on as with `"mark"`. `"cancel"` lets new
+                weights cancel it; a pause that brings none does not. `"mark"` goes on with the new weights.
+                `result.versions` says what made it.
+            patience: Seconds for which `paused()` waits for it.
+
+        Raises:
+            EvaluationCancelled: New weights came, and `on_update="cancel"`.
+            EngineBusy: Called by the task that is inside `paused()`, which would wait for itself.
+            EngineBroken: The engine can't go on.
+            EngineClosed: The engine's block is not open, or was left meanwhile.
+            UnsupportedSampling: The controller can't honour the sampling.
+            ValueError: An argument has a value that can't be, or names no task.
+
+        Cancellation: all of it is cancelled and has settled.
+        """
+        check_real("patience", patience, 0)
+        if limit is not None:
+            check_whole("limit", limit, 1)
+        if on_update not in ("wait", "cancel", "mark"):
+            raise ValueError(f"on_update must be 'wait', 'cancel' or 'mark', got {on_update!r}")
+        if sampling is not None and not isinstance(sampling, Sampling):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"sampling must be a Sampling or None, got {sampling!r}")
+        spec = self._spec(task)
+        if limit is not None:
+            spec = evolve(spec, prompts=spec.prompts[:limit])
+        if self._tokenizer is None:
+            _check_token_ids([spec])
+        await checkpoint()
+        parts = self._usable()
+        if self._pausing is not None and self._pauser == get_current_task().id:
+            raise EngineBusy("evaluate() inside paused() would wait for itself; call it after")
+        sampling = spec.sampling if sampling is None else sampling
+        check_sampling(sampling, self._controller.capabilities)
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError(f"sampling.stop={sampling.stop!r} needs a tokenizer")
+        evaluation = Evaluation(
+            spec,
+            sampling,
+            parts.services,
+            judge_slots=parts.judge_slots,
+            at_once=self._capacity.groups or self._capacity.turns or _GROUPS_AT_ONCE,
+            on_update=on_update,
+            patience=patience,
+            break_engine=self._break,
+        )
+        if not await parts.evaluations.run(evaluation):
+            self._usable()
+            raise RuntimeError("an evaluation was ended by nobody")
+        result = evaluation.result()
+        self._instruments.tell("evaluation_ended", result)
+        return result
+
+    def _spec(self, task: TaskSpec | str) -> TaskSpec:
+        if isinstance(task, TaskSpec):
+            return task
+        for spec in self._specs:
+            if spec.name == task:
+                return spec
+        if not isinstance(task, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"task must be a TaskSpec or the name of one, got {task!r}")
+        raise ValueError(f"task {task!r} is none of {[spec.name for spec in self._specs]}")
 
     def statistics(self) -> EngineStatistics:
         """Returns where everything is now. Works after the block too."""
@@ -425,6 +518,9 @@ class Engine:
             outages=parts.outage.count,
             outage_seconds=parts.outage.seconds,
             failed_requests=parts.outage.failures,
+            probe_tokens=parts.outage.counters.committed,
+            evaluations=parts.evaluations.count,
+            evaluation_tokens=parts.evaluations.tokens,
             abandoned_threads=len(parts.workers.abandoned),
             tasks={
                 name: _task_statistics(producer, parts.counters[name])
@@ -547,6 +643,7 @@ class Engine:
         admission = Admission(self._capacity.groups, weights)
         counters = {spec.name: TokenCounters() for spec in self._specs}
         producers: dict[str, Producer] = {}
+        services_of: dict[str, RolloutServices] = {}
 
         def share(task: str) -> float | None:
             return delivery.share(task)
@@ -564,7 +661,7 @@ class Engine:
                 restart_whole=overrides_generate_group(spec.loop),
                 max_token_lag=max_token_lag(spec.strategy),
             )
-            services = RolloutServices(
+            services = services_of[spec.name] = RolloutServices(
                 task=spec.name,
                 controller=self._controller,
                 capabilities=capabilities,
@@ -582,6 +679,7 @@ class Engine:
                 max_context=min(
                     spec.max_context or capabilities.max_context, capabilities.max_context
                 ),
+                check=check_training,
                 stop_token_ids=stop_token_ids,
                 seed=self._seed,
             )
@@ -651,6 +749,8 @@ class Engine:
             eviction=Eviction(producer.runner for producer in producers.values()),
             judge_slots=judge_slots,
             tool_slots=tool_slots,
+            services=services_of[self._specs[0].name],
+            evaluations=Evaluations(gate),
         )
 
     def _sampler(self, spec: TaskSpec, workers: Workers) -> Sampler | SourceSampler:
@@ -686,10 +786,17 @@ class Engine:
         if self._pausing is not None:
             raise EngineBusy("paused() is on already; only one at a time")
         self._pausing = pause
+        self._pauser = get_current_task().id
+        self._entered().evaluations.hold()
+
+    async def _give_way(self) -> None:
+        await self._entered().evaluations.give_way()
+        self._usable()
 
     def _release_pause(self) -> None:
         self._pausing = None
         parts = self._entered()
+        parts.evaluations.go_on()
         parts.delivery.expire(parts.gate.version)
         for producer in parts.producers.values():
             producer.runner.cancel_lost(parts.gate.version)
@@ -702,8 +809,13 @@ class Engine:
         self._broken = self._broken or f"{why}: {describe(causes[0])}"
         self._causes.extend(causes)
         _log.error("the engine is broken: %s", why, exc_info=cause)
+        self._end_production()
+
+    def _end_production(self) -> None:
         self._production.cancel()
-        self._ready.ring()
+        if self._parts is not None:
+            self._parts.evaluations.end()
+        self._ready.ring()  # a consumer in another task hears it now
 
     def _give_up(self, causes: Sequence[Exception]) -> None:
         why = f"no request to the policy's server worked for {self._outage:g} s"

@@ -69,6 +69,7 @@ class Members:
         services: RolloutServices,
         judging: Judging | None,
         streak: FailureStreak,
+        to_the_end: bool = False,
     ) -> None:
         self.row = row
         self.rollouts: dict[int, Rollout] = {}
@@ -82,6 +83,7 @@ class Members:
         self._services = services
         self._judging = None if judging is None else judging.of(row.prompt)
         self._streak = streak
+        self._to_the_end = to_the_end
         there = row.kept | row.unjudged
         self._missing = [i for i in range(spec.group_size + spec.redundancy) if i not in there]
         self._indexes = dict.fromkeys([*there, *self._missing])  # all members: a set, in order
@@ -418,7 +420,8 @@ class Members:
         if self._tasks is None or self._cut_short:
             return
         enough = self._completed >= self._spec.group_size
-        hopeless = self._failed > 0 and not self._can_do_with(self.count - self._failed)
+        lost = self._failed > 0 and not self._to_the_end
+        hopeless = lost and not self._can_do_with(self.count - self._failed)
         if enough or (hopeless and not self.unjudged):
             if self._completed + self._failed == self.count:
                 return  # nobody runs

@@ -22,7 +22,7 @@ from collections import deque
 from anyio import sleep
 from anyio.lowlevel import checkpoint
 
-from ._attempt import Attempt
+from ._attempt import Attempt, TokenCounters
 from ._bell import Bell
 from ._gate import Gate
 from ._instruments import Instruments
@@ -44,6 +44,7 @@ class Outage:
         failures: Requests that failed so far, for a reason that may pass.
         proof: A request that was sent after so many failures has worked; no failure before it means anything now.
         good: The last attempt that brought tokens.
+        counters: Where the tokens of probes went; they are in no record.
         count: Outages so far.
         seconds: How long they took, those that are over; pauses are not counted.
         bell: Rung when the gate was barred, or when there is something new to probe with.
@@ -53,6 +54,7 @@ class Outage:
         self.failures: int = 0
         self.proof: int = 0
         self.good: Attempt | None = None
+        self.counters = TokenCounters()
         self.count: int = 0
         self.seconds: float = 0.0
         self.bell = Bell()
@@ -127,9 +129,10 @@ class Outage:
     def probe(self, number: int) -> Attempt:
         """What to probe with: the last request that worked; while none ever has, one that failed, each in its turn."""
         if self.good is not None:
-            return self.good.probe(self._gate.version)
+            return self.good.probe(self._gate.version, self.counters)
         suspects = [attempt for _, attempt in self._suspects.values()]
-        return suspects[number % len(suspects)].probe(self._gate.version)
+        suspect = suspects[number % len(suspects)]
+        return suspect.probe(self._gate.version, self.counters)
 
     def unanswered(self, error: Exception) -> None:
         """Takes note of a probe that failed: it is an outage."""

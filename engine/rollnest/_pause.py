@@ -12,7 +12,7 @@ stays closed for ever. A cancellation or an error that leaves the block is never
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from anyio import (
@@ -148,6 +148,8 @@ class PauseContext:
         instruments: Instruments,
         claim: Callable[[PauseContext], None],
         release: Callable[[], None],
+        give_way: Callable[[], Awaitable[None]],
+        updated: Callable[[int], None],
         break_engine: Callable[[str, BaseException], None],
         check: Callable[[], None],
     ) -> None:
@@ -163,6 +165,8 @@ class PauseContext:
         self._instruments = instruments
         self._claim = claim
         self._release = release
+        self._give_way = give_way
+        self._updated = updated
         self._break_engine = break_engine
         self._check = check
         self._pause: Pause | None = None
@@ -173,6 +177,11 @@ class PauseContext:
     async def __aenter__(self) -> Pause:
         self._claim(self)
         self._by = get_current_task().name or "a task without a name"
+        try:
+            await self._give_way()  # without an await, unless an evaluation is to be waited for
+        except BaseException:
+            self._release()
+            raise
         started = current_time()
         pause = Pause(self._gate, self._controller, self._control_timeout)
         self._gate.close()
@@ -318,6 +327,7 @@ class PauseContext:
             _log.warning("the controller did not resume in an outage: %s", describe(failure))
             failure = None
         if failure is None:
+            self._updated(self._gate.version)
             self._gate.open()
             self._instruments.tell("gate_opened", self._gate.version)
         else:

@@ -100,7 +100,6 @@ class Prober:
             error = raised
         finally:
             if begun:
-                probe.discard()
                 self._instruments.tell("turn_ended", probe)
         if probe.received or (isinstance(error, InferenceError) and not error.retryable):
             outage.answered(mark)

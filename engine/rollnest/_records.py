@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from enum import Enum
 from typing import Any, Literal, cast
@@ -23,6 +24,7 @@ from .errors import describe
 __all__ = [
     "Batch",
     "BatchStatistics",
+    "EvalResult",
     "Failure",
     "FailureKind",
     "Group",
@@ -586,3 +588,67 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.groups)
+
+
+@frozen(eq=False, kw_only=True, repr=False)
+class EvalResult:
+    """What an evaluation brought. Printing it gives a small table.
+
+    Attributes:
+        task: Name of what was evaluated.
+        version: The policy's weight version when it began.
+        groups: One for each prompt, in the order of the prompts; failed samples are in them.
+        statistics: Figures of these groups. `dropped` counts those with a failed sample, by the first one's kind.
+        versions: How many samples have tokens of which weight version. One version made all of them unless the
+            evaluation went on through an update.
+    """
+
+    task: str
+    version: int
+    groups: tuple[Group, ...] = field(converter=_groups)
+    statistics: BatchStatistics
+    versions: Mapping[int, int]
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """All samples, prompt by prompt."""
+        return tuple(sample for group in self.groups for sample in group.samples)
+
+    @property
+    def score(self) -> float | None:
+        """Mean reward of the judged samples; `None` without any. Failures are no reward of 0, see `failures`."""
+        return self.statistics.reward_mean
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """How many samples failed, by kind; they have no part in `score`."""
+        return Counter(s.failure.kind for s in self.samples if s.failure is not None)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the version that it began with made all of it."""
+        return set(self.versions) <= {self.version}
+
+    def __repr__(self) -> str:
+        score = "no score" if self.score is None else f"score {self.score:.4g}"
+        failed = sum(self.failures.values())
+        versions = ", ".join(f"v{version}" for version in self.versions) or f"v{self.version}"
+        return f"<EvalResult of {self.task!r}: {score}, {len(self.samples)} samples, {failed} failed, {versions}>"
+
+    def __str__(self) -> str:
+        figures = self.statistics
+        score = "none" if self.score is None else f"{self.score:.4g}"
+        judged = figures.samples - figures.unscored
+        failures = ", ".join(f"{count} {kind}" for kind, count in self.failures.items())
+        rows = {
+            "task": self.task,
+            "prompts": str(len(self.groups)),
+            "samples": str(figures.samples),
+            "score": f"{score} (mean of {judged})",
+            "failed": failures or "0",
+            "truncated": str(figures.truncated),
+            "tokens": str(figures.policy_tokens),
+            "seconds": f"{figures.seconds:.1f}",
+            "versions": ", ".join(f"v{v}: {count}" for v, count in self.versions.items()),
+        }
+        return "\n".join(f"{name:<10} {value}" for name, value in rows.items())

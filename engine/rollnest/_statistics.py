@@ -102,6 +102,9 @@ class EngineStatistics:
         outages: How often the policy's server was down.
         outage_seconds: Time it was down, outages that are over; pauses are not counted.
         failed_requests: Requests that failed for a reason that may pass.
+        probe_tokens: Tokens of the requests that asked whether it works; they are in no record and no task's figures.
+        evaluations: Evaluations that were asked for.
+        evaluation_tokens: Tokens recorded in attempts of evaluations; they are in no task's figures.
         abandoned_threads: Worker threads that nobody waits for any more and that still run.
         tasks: Figures of each task.
     """
@@ -114,6 +117,9 @@ class EngineStatistics:
     outages: int = 0
     outage_seconds: float = 0.0
     failed_requests: int = 0
+    probe_tokens: int = 0
+    evaluations: int = 0
+    evaluation_tokens: int = 0
     abandoned_threads: int
     tasks: Mapping[str, TaskStatistics] = field(repr=False)
 

@@ -17,7 +17,7 @@ from attrs.validators import in_
 from ._attempt import Attempt as Attempt
 from ._attempt import FinishReason as FinishReason
 from ._checks import whole
-from ._records import Batch, Group, Message, Prompt, Sample, Verdict
+from ._records import Batch, EvalResult, Group, Message, Prompt, Sample, Verdict
 
 __all__ = [
     "Attempt",
@@ -394,6 +394,9 @@ class Instrument:
 
     def outage_ended(self, seconds: float) -> None:
         """It answers again, after that long; pauses are not counted."""
+
+    def evaluation_ended(self, result: EvalResult) -> None:
+        """An evaluation has ended; its samples and groups are told to nobody else, its requests are."""
 
     def batch_delivered(self, batch: Batch) -> None:
         """A batch was handed to the trainer."""

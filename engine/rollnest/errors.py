@@ -12,6 +12,7 @@
     ├── EngineBusy            two at once, or not while paused
     ├── EngineClosed          the engine's block was left, or not entered yet
     ├── EngineBroken          the engine can't go on; carries the causes
+    ├── EvaluationCancelled   new weights came, and the evaluation was to be cancelled by them
     ├── EndOfPrompts          every task's prompts are used up
     ├── Starved               too many groups in a row were unusable; carries the reasons
     └── Stuck                 groups are missing that can't come; carries the counters
@@ -32,6 +33,7 @@ __all__ = [
     "EngineBroken",
     "EngineBusy",
     "EngineClosed",
+    "EvaluationCancelled",
     "InferenceError",
     "JudgeError",
     "LoopError",
@@ -139,6 +141,22 @@ class EngineBroken(RollnestError):
     def __init__(self, message: str, *, causes: Sequence[BaseException] = ()) -> None:
         super().__init__(message)
         self.causes: tuple[BaseException, ...] = tuple(causes)
+
+
+class EvaluationCancelled(RollnestError):
+    """An evaluation was cancelled by new weights, as its `on_update="cancel"` said.
+
+    There is no part of a result: what ends first are the short answers, so it would mislead.
+
+    Attributes:
+        ended: Prompts that had all their samples.
+        asked: Prompts of the evaluation.
+    """
+
+    def __init__(self, message: str, *, ended: int, asked: int) -> None:
+        super().__init__(message)
+        self.ended = ended
+        self.asked = asked
 
 
 class EndOfPrompts(RollnestError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollnest._attempt import Attempt
-from rollnest._records import Batch, Group, Sample
+from rollnest._records import Batch, EvalResult, Group, Sample
 from rollnest.abc import Instrument
 
 __all__ = ["RecordingInstrument"]
@@ -64,6 +64,10 @@ class RecordingInstrument(Instrument):
     def batch_delivered(self, batch: Batch) -> None:
         """Records it."""
         self.events.append(("batch_delivered", batch.index))
+
+    def evaluation_ended(self, result: EvalResult) -> None:
+        """Records it."""
+        self.events.append(("evaluation_ended", result))
 
     def outage_began(self, error: Exception) -> None:
         """Records it."""
