@@ -104,6 +104,20 @@ def entering(controller: ScriptedController, **options: Any) -> Callable[[], Out
     return lambda: anyio.run(enter)
 
 
+def evaluating(**options: Any) -> Callable[[], Outcome]:
+    """A case that fails where an evaluation is asked for."""
+
+    async def evaluate() -> Outcome:
+        async with Engine(ScriptedController(), task()) as engine:
+            try:
+                await engine.evaluate(**({"task": "task"} | options))
+            except (ValueError, TypeError) as error:
+                return Outcome(type(error).__name__, str(error))
+        return Outcome()
+
+    return lambda: anyio.run(evaluate)
+
+
 def producing(
     reply: Reply | None = None, *, release: threading.Event | None = None, **options: Any
 ) -> Callable[[], Outcome]:
@@ -234,6 +248,19 @@ def cases() -> list[Case]:
             raising(lambda: Engine(ScriptedController(), task(), batch_size=0)),
             "ValueError",
             ("batch_size", "0"),
+        ),
+        Case(
+            "an evaluation of an unknown task",
+            evaluating(task="tusk"),
+            "ValueError",
+            ("'tusk'", "'task'"),
+        ),
+        Case("an evaluation of no prompt", evaluating(limit=0), "ValueError", ("limit", "0")),
+        Case(
+            "an unknown way to meet an update",
+            evaluating(on_update="drop"),
+            "ValueError",
+            ("on_update", "'drop'"),
         ),
         Case(
             "no time for an outage",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import anyio
 import pytest
-from anyio import create_task_group, move_on_after
+from anyio import create_task_group, fail_after, move_on_after
 from attrs import define
 
 from rollnest import AsyncStrategy, Capacity, Engine, Prompt, Sampling, SyncStrategy, TaskSpec
@@ -57,7 +57,8 @@ async def test_so_many_groups_run_at_once_over_all_tasks(bound: int) -> None:
         controller, tasks, batch_size=4, capacity=capacity, instruments=[most]
     ) as engine:
         for _ in range(5):
-            batch = await engine.next_batch()
+            with fail_after(1000):
+                batch = await engine.next_batch()
             assert [batch.tasks[name].groups for name in "ab"] == [2, 2]
             async with engine.paused() as pause:
                 await pause.update_weights({})
@@ -81,7 +82,7 @@ async def test_a_task_that_runs_ahead_cannot_keep_what_a_batch_lacks_from_starti
     )
     async with engine:
         await anyio.sleep(100)  # the first one has had five groups of 20 seconds by now
-        with anyio.fail_after(45):  # what is left of its sixth, and one of the other's
+        with fail_after(45):  # what is left of its sixth, and one of the other's
             batch = await engine.next_batch()
     assert [batch.tasks[name].groups for name in ("greedy", "b")] == [1, 1]
 
@@ -126,7 +127,7 @@ async def test_a_task_without_prompts_or_luck_leaves_the_bound_to_the_others() -
         figures = engine.statistics().tasks
         assert figures["short"].ready == 2
         assert figures["a"].ready == 4  # (1 + lead) shares of 1
-        with pytest.raises(Starved, match="400: no"):
+        with fail_after(1000), pytest.raises(Starved, match="400: no"):
             await engine.next_batch()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import rollnest
 
-from .mutants import MUTANTS, Mutant
+from .mutants import FOCUSED, MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(rollnest.__file__).parent
@@ -77,6 +77,26 @@ def test_the_mutant_is_caught(
     with capsys.disabled():
         sys.stdout.write(f"\n{mutant.invariant:<9}run {played:>3}: {mutant.name}: {found[:90]} ")
     assert found != "nothing", f"{mutant.name!r} lived through {played} runs"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tests", "mutant"), FOCUSED, ids=[f"{m.invariant}: {m.name}" for _, m in FOCUSED]
+)
+def test_the_mutant_is_caught_by_its_tests(tests: str, mutant: Mutant, tmp_path: Path) -> None:
+    mutate(mutant, tmp_path)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-k", "not every_step", f"tests/{tests}"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1, f"{mutant.name!r} lived: {done.stdout[-500:]}"
+    assert "FAILED" in done.stdout
 
 
 def test_each_invariant_has_two_mutants_of_its_own() -> None:

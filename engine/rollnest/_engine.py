@@ -14,7 +14,7 @@ takes one path, and what it cuts settles in the table before the controller is c
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from enum import Enum
 from functools import partial
@@ -109,6 +109,7 @@ class _Parts:
     judge_slots: Slots
     tool_slots: Slots
     services: RolloutServices  # of one of the tasks; an evaluation's are made of them
+    judging_of: Callable[[TaskSpec], Judging | None]
     evaluations: Evaluations
 
 
@@ -467,6 +468,10 @@ class Engine:
         if sampling is not None and not isinstance(sampling, Sampling):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"sampling must be a Sampling or None, got {sampling!r}")
         spec = self._spec(task)
+        if not isinstance(spec.prompts, Sequence):
+            raise TypeError(
+                f"evaluate() needs a sequence of prompts; task {spec.name!r} has {spec.prompts!r}"
+            )
         if limit is not None:
             spec = evolve(spec, prompts=spec.prompts[:limit])
         if self._tokenizer is None:
@@ -483,7 +488,7 @@ class Engine:
             spec,
             sampling,
             parts.services,
-            judge_slots=parts.judge_slots,
+            judging_of=parts.judging_of,
             at_once=self._capacity.groups or self._capacity.turns or _GROUPS_AT_ONCE,
             on_update=on_update,
             patience=patience,
@@ -651,6 +656,18 @@ class Engine:
         def taken() -> int:
             return delivery.taken(gate.version)
 
+        def judging_of(spec: TaskSpec) -> Judging | None:
+            if spec.judger is None:
+                return None
+            return Judging(
+                spec.judger,
+                gate=gate,
+                slots=judge_slots,
+                workers=workers,
+                processes=processes,
+                limit=spec.limits.judge,
+            )
+
         for spec in self._specs:
             table = GroupTable(
                 spec.name,
@@ -683,18 +700,6 @@ class Engine:
                 stop_token_ids=stop_token_ids,
                 seed=self._seed,
             )
-            judging = (
-                None
-                if spec.judger is None
-                else Judging(
-                    spec.judger,
-                    gate=gate,
-                    slots=judge_slots,
-                    workers=workers,
-                    processes=processes,
-                    limit=spec.limits.judge,
-                )
-            )
             producers[spec.name] = Producer(
                 spec,
                 table=table,
@@ -704,7 +709,7 @@ class Engine:
                     spec,
                     table=table,
                     services=services,
-                    judging=judging,
+                    judging=judging_of(spec),
                     on_settled=partial(self._settled, spec.name),
                     on_break=self._break,
                 ),
@@ -750,6 +755,7 @@ class Engine:
             judge_slots=judge_slots,
             tool_slots=tool_slots,
             services=services_of[self._specs[0].name],
+            judging_of=judging_of,
             evaluations=Evaluations(gate),
         )
 

@@ -30,7 +30,6 @@ from ._producer import Producer
 from ._records import EvalResult, Sample
 from ._response import CONTEXT_VERSION
 from ._sampler import Sampler
-from ._slots import Slots
 from ._statistics import Reading, batch_statistics, read
 from ._strategies import Production
 from ._table import GroupTable, Row
@@ -81,6 +80,7 @@ class Evaluation:
 
     Attributes:
         spec: What is asked, and how it is judged.
+        asked: How many prompts it has.
         counters: Where its tokens went.
         producer: Starts and owns its groups.
         on_update: What new weights mean to it.
@@ -96,12 +96,15 @@ class Evaluation:
         sampling: Sampling,
         services: RolloutServices,
         *,
-        judge_slots: Slots,
+        judging_of: Callable[[TaskSpec], Judging | None],
         at_once: int,
         on_update: OnUpdate,
         patience: float,
         break_engine: Callable[[str, BaseException], None],
     ) -> None:
+        prompts = spec.prompts
+        assert isinstance(prompts, Sequence)
+        self.asked = len(prompts)
         self.spec = spec = evolve(
             spec,
             strategy=_EachPromptOnce(at_once),
@@ -135,27 +138,16 @@ class Evaluation:
                 services.capabilities.max_context,
             ),
         )
-        judging = (
-            None
-            if spec.judger is None
-            else Judging(
-                spec.judger,
-                gate=gate,
-                slots=judge_slots,
-                workers=services.workers,
-                limit=spec.limits.judge,
-            )
-        )
         self.producer = Producer(
             spec,
             table=table,
-            sampler=Sampler(spec.name, spec.prompts, epochs=1, shuffle=False, seed=services.seed),
+            sampler=Sampler(spec.name, prompts, epochs=1, shuffle=False, seed=services.seed),
             gate=gate,
             runner=GroupRunner(
                 spec,
                 table=table,
                 services=services,
-                judging=judging,
+                judging=judging_of(spec),
                 on_settled=self._settled,
                 on_break=break_engine,
                 to_the_end=True,
@@ -168,11 +160,6 @@ class Evaluation:
             on_crash=lambda error: break_engine("an evaluation failed", error),
         )
         self._began = self._read()
-
-    @property
-    def asked(self) -> int:
-        """How many prompts it has."""
-        return len(self.spec.prompts)
 
     @property
     def ended(self) -> int:
@@ -200,12 +187,12 @@ class Evaluation:
             version=version,
             groups=groups,
             statistics=batch_statistics(
-                rows, version, [self._table], [self._began], [self._read()]
+                rows, version, [self._table], [self._began], [self._read()], self.asked
             ),
             versions=_versions([sample for group in groups for sample in group.samples]),
         )
 
-    def _settled(self) -> None:
+    def _settled(self, _: Row) -> None:
         self.producer.wake()
         if self.producer.exhausted:
             self._until_done.cancel()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
-__all__ = ["MUTANTS", "Mutant"]
+__all__ = ["FOCUSED", "MUTANTS", "Mutant"]
 
 
 @frozen
@@ -358,3 +358,145 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
 )
+
+FOCUSED: tuple[tuple[str, Mutant], ...] = (
+    (
+        "test_evaluation.py",
+        _mutant(
+            "I7",
+            "an evaluation's groups stand in a training table",
+            (
+                "_evaluation.py",
+                "self._table = table = GroupTable(spec.name, max_staleness=0, retries=0)",
+                "self._table = table = training",
+            ),
+            (
+                "_evaluation.py",
+                "        break_engine: Callable[[str, BaseException], None],\n    ) -> None:\n",
+                "        break_engine: Callable[[str, BaseException], None],\n"
+                "        training: GroupTable,\n    ) -> None:\n",
+            ),
+            (
+                "_engine.py",
+                "            break_engine=self._break,\n        )\n        if not await",
+                "            break_engine=self._break,\n"
+                "            training=next(iter(parts.producers.values())).table,\n"
+                "        )\n        if not await",
+            ),
+        ),
+    ),
+    (
+        "test_evaluation.py",
+        _mutant(
+            "I7",
+            "an evaluation's tokens are a task's",
+            (
+                "_evaluation.py",
+                "self.counters = TokenCounters()",
+                "self.counters = services.counters",
+            ),
+        ),
+    ),
+    (
+        "test_evaluation.py",
+        _mutant(
+            "evaluation",
+            "a failure is left out",
+            ("_evaluation.py", "                to_the_end=True,\n", ""),
+        ),
+    ),
+    (
+        "test_evaluation.py",
+        _mutant(
+            "evaluation",
+            "new weights cancel an evaluation after the gate has opened",
+            (
+                "_pause.py",
+                "            self._updated(self._gate.version)\n            self._gate.open()\n",
+                "            self._gate.open()\n            self._updated(self._gate.version)\n",
+            ),
+        ),
+    ),
+    (
+        "test_evaluation.py",
+        _mutant(
+            "evaluation",
+            "one begins although a pause waits to begin",
+            (
+                "_evaluation.py",
+                "                while self._held:\n",
+                "                while self._gate.closed:\n",
+            ),
+        ),
+    ),
+    (
+        "test_outage.py",
+        _mutant(
+            "outage",
+            "a success counts late: requests that were sent before it failed prove that it works",
+            (
+                "_outage.py",
+                "        self._prove(mark)\n        if self._gate.barred:\n",
+                "        self._prove(self.failures)\n        if self._gate.barred:\n",
+            ),
+        ),
+    ),
+    (
+        "test_outage.py",
+        _mutant(
+            "outage",
+            "what failed in an outage counts against its turn",
+            ("_outage.py", "            self._tries = 0  # those were the server's\n", ""),
+        ),
+    ),
+    (
+        "test_outage.py",
+        _mutant(
+            "outage",
+            "probes in a pause",
+            (
+                "_gate.py",
+                "        await self.wait_unpaused()\n        attempt = build()",
+                "        attempt = build()",
+            ),
+            ("_prober.py", "        await gate.wait_unpaused()\n", ""),
+        ),
+    ),
+    (
+        "test_outage.py",
+        _mutant(
+            "outage",
+            "limits run on",
+            (
+                "_gate.py",
+                "        self.barred = True\n        self._shut()\n",
+                "        self.barred = self.shut = True\n",
+            ),
+        ),
+    ),
+    (
+        "test_capacity_groups.py",
+        _mutant(
+            "capacity",
+            "what runs ahead comes before what a batch lacks",
+            (
+                "_admission.py",
+                "(not self._applicants[n].lacking, self._behind(n))",
+                "self._behind(n)",
+            ),
+        ),
+    ),
+    (
+        "test_capacity_groups.py",
+        _mutant(
+            "capacity",
+            "a place that is free wakes one task only",
+            (
+                "_admission.py",
+                "            for applicant in self._applicants.values():\n",
+                "            for applicant in [self._applicants[name]]:\n",
+            ),
+        ),
+    ),
+)
+"""Mutants of what the state machine does not play, with the tests that catch each."""
