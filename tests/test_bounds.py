@@ -112,6 +112,21 @@ BOUNDS: Mapping[str, int] = {
     "GroupJudging._own": 1,
     "RolloutCore.contexts": 2,
     "RolloutCore.turns": 3,
+    "RolloutCore.asked": 3,
+    # Calls of tools in one rollout, and the tasks that made them.
+    "CallLog.calls": 2,
+    "CallLog._strands": 2,
+    # What members that were cut have left behind, and what is left of it while they run again.
+    "Members.journals": GROUP,
+    "Members._left": GROUP,
+    "Row.journals": GROUP,
+    "RecordedContext.prompt_ids": 64,
+    "ContextReplay.prompt_ids": 64,
+    "ContextReplay.turns": 3,
+    "Replay.contexts": 2,
+    "Replay._opened": 2,
+    "Replay._strands": 2,
+    "Replay._strands[]": 2,
     # Turns at the server and limits that run: a turn, a tool or judger call, a sample.
     "Gate._in_flight": TURNS,
     "Gate._limits": 2 * LIVE * GROUP,

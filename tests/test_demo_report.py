@@ -43,6 +43,9 @@ TASK = TaskStatistics(
     resumed_turns=20,
     restarted_turns=0,
     unseen_turns=0,
+    replayed_turns=0,
+    diverged=0,
+    restarted=0,
 )
 STATISTICS = EngineStatistics(
     version=3,

@@ -9,6 +9,7 @@ from ._attempt import Attempt as Attempt
 from ._attempt import FinishReason as FinishReason
 from ._blocking import BlockingEngine as BlockingEngine
 from ._blocking import BlockingPause as BlockingPause
+from ._codecs import register_codec as register_codec
 from ._context import Context as Context
 from ._engine import Engine as Engine
 from ._judgers import ComposedJudger as ComposedJudger
@@ -38,6 +39,7 @@ from ._records import Verdict as Verdict
 from ._response import CONTEXT_VERSION as CONTEXT_VERSION
 from ._response import Response as Response
 from ._rollout import Rollout as Rollout
+from ._rollout import tool_key as tool_key
 from ._statistics import EngineStatistics as EngineStatistics
 from ._statistics import TaskStatistics as TaskStatistics
 from ._strategies import AsyncStrategy as AsyncStrategy

@@ -47,13 +47,19 @@ class TokenCounters:
         unseen_turns: Attempts that were cut without a reply, so that what the server had made is not known.
         resumed_turns: Turns that went on from a partial.
         restarted_turns: Times that a turn began again because its partial was discarded.
+        replayed_turns: Turns that were given again from a journal.
+        diverged: Rollouts whose loop asked for something else when it ran again.
+        restarted: Rollouts that began anew, because a tool did not do the same again.
     """
 
     __slots__ = (
         "committed",
         "discarded",
+        "diverged",
         "late",
         "rejected",
+        "replayed_turns",
+        "restarted",
         "restarted_turns",
         "resumed_turns",
         "retries",
@@ -69,6 +75,9 @@ class TokenCounters:
         self.resumed_turns: int = 0
         self.retries: int = 0
         self.restarted_turns: int = 0
+        self.replayed_turns: int = 0
+        self.diverged: int = 0
+        self.restarted: int = 0
 
     def __repr__(self) -> str:
         return "<TokenCounters " + " ".join(f"{n}={getattr(self, n)}" for n in self.__slots__) + ">"

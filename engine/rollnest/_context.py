@@ -19,6 +19,7 @@ from ._attempt import Attempt, FinishReason, TokenCounters
 from ._continuation import attempt_seed, tokens_through_stop
 from ._gate import Gate, OverLimit
 from ._instruments import Instruments
+from ._journal import AS_THE_TASK, ContextReplay, Journal, Replay, Request
 from ._options import Limits, Sampling
 from ._outage import Outage, Retries
 from ._records import Failure, Message, Prompt, Segment, Turn
@@ -67,22 +68,28 @@ class RolloutCore:
         uid: The rollout's name.
         contexts: Its contexts, in the order they were opened.
         turns: What the policy was asked for so far.
+        asked: For each of the turns, its number among the rollout's calls and what the loop said of it.
+        begun: Calls so far: turns, tools, judgers. The next one's number.
         attempts: Requests so far.
+        replay: What its loop is given again, if it runs again and that isn't used up.
         finish_reason: Why the loop ended it; `None` if it did not.
         failure: Why the loop failed it; `None` if it did not.
         cut: Whether the budget ended it.
-        frozen: Whether its sample was made.
+        frozen: Whether its sample was made, or it was given up.
         since: When it went back to the loop's own code.
     """
 
     __slots__ = (
+        "asked",
         "attempts",
+        "begun",
         "contexts",
         "cut",
         "failure",
         "finish_reason",
         "frozen",
         "prompt",
+        "replay",
         "services",
         "since",
         "turns",
@@ -95,7 +102,10 @@ class RolloutCore:
         self.uid = uid
         self.contexts: list[Context] = []
         self.turns: list[Turn] = []
+        self.asked: list[tuple[int, Request]] = []
+        self.begun = 0
         self.attempts = 0
+        self.replay: Replay | None = None
         self.finish_reason: str | None = None
         self.failure: Failure | None = None
         self.cut = False
@@ -134,6 +144,8 @@ class RolloutCore:
         """Opens a context of ids that are packed and checked; the array is shared, and never changed."""
         context = Context(self, prompt_ids, len(self.contexts), messages, tools)
         self.contexts.append(context)
+        if self.replay is not None:
+            _give_record(context, self.replay.open(prompt_ids))
         return context
 
     def checked(self, ids: Iterable[int]) -> array[int]:
@@ -144,11 +156,47 @@ class RolloutCore:
             raise LoopError(f"id {max(column)} is outside the vocabulary of {vocab_size}")
         return column
 
+    def play(self, journal: Journal) -> None:
+        """Gives the loop again what a journal holds; before the first context is opened."""
+        self.replay = Replay(journal, self.services.counters)
+        self.attempts = journal.attempts
+        self.begun = journal.next_number
+
+    def go_live(self) -> None:
+        """Forgets the journal if it is used up."""
+        if self.replay is not None and self.replay.is_over:
+            self.replay.end()
+            self.replay = None
+
+    def rewind(self) -> None:
+        """Takes over what the journal holds and the loop has not asked for again: the rollout is cut once more."""
+        replay, self.replay = self.replay, None
+        if replay is None:
+            return
+        for context in self.contexts:
+            _take_over(context)
+        for recorded in replay.contexts:
+            context = Context(self, array("i", recorded.prompt_ids), len(self.contexts), None, None)
+            self.contexts.append(context)
+            _give_record(context, recorded)
+            _take_over(context)
+        replay.end()
+
     def tokenizer(self, what: str) -> Tokenizer:
         """The engine's tokenizer; `LoopError` without one."""
         if self.services.tokenizer is None:
             raise LoopError(f"{what} needs the engine to have a tokenizer")
         return self.services.tokenizer
+
+
+def _give_record(context: Context, record: ContextReplay | None) -> None:
+    """Says what a context is given again."""
+    context._record = record  # pyright: ignore[reportPrivateUsage]
+
+
+def _take_over(context: Context) -> None:
+    """Has a context take over the turns that it has not been given again."""
+    context._take_over()  # pyright: ignore[reportPrivateUsage]
 
 
 def freeze_context(context: Context, *, trim: bool) -> Segment:
@@ -166,12 +214,15 @@ class Context:
         "_index",
         "_mark",
         "_messages",
+        "_outcome",
         "_prompt_ids",
+        "_record",
         "_reserved",
         "_response",
         "_running",
         "_since",
         "_tools",
+        "_tries",
     )
 
     def __init__(
@@ -194,6 +245,9 @@ class Context:
         self._running: Attempt | None = None
         self._since = 0.0  # when the turn began to wait for the gate, or went through
         self._mark = 0  # requests that had failed in all when the last attempt was sent
+        self._tries = 0  # requests of the turn that is running
+        self._outcome: Literal["stop", "length"] | None = None  # how it ended, once that is known
+        self._record: ContextReplay | None = None  # what it is given again
 
     @property
     def messages(self) -> tuple[Message, ...] | None:
@@ -227,6 +281,12 @@ class Context:
         return max(len(self._response), self._reserved)
 
     @property
+    def _promised(self) -> int:
+        """`spoken_for`, and what it has not been given again yet."""
+        length = self.spoken_for
+        return length if self._record is None else max(length, self._record.end)
+
+    @property
     def response(self) -> Response:
         """The columns so far; a copy."""
         return self._response[:]
@@ -240,6 +300,17 @@ class Context:
             used = sum(context.spoken_for for context in self._core.contexts)
             room = min(room, services.max_response_tokens - used)
         return max(0, room)
+
+    @property
+    def _room(self) -> int:
+        """`remaining`, without what other contexts have not been given again yet."""
+        core, room = self._core, self.remaining
+        most = core.services.max_response_tokens
+        if core.replay is None or most is None:
+            return room
+        others = sum([context._promised for context in core.contexts if context is not self])
+        own = len(self._response)
+        return max(0, min(room, most - core.replay.unopened_length - others - own))
 
     async def generate(
         self, *, sampling: Sampling | None = None, max_tokens: int | None = None
@@ -277,18 +348,44 @@ class Context:
                 f"prompt {core.prompt.uid!r} has {len(self._prompt_ids)} tokens and leaves no room in a "
                 f"context of {core.services.max_context}"
             )
+        request = AS_THE_TASK
+        if sampling is not None or max_tokens is not None:
+            request = Request(sampling, max_tokens)
         if sampling is None:
             sampling = core.services.sampling
         else:
             core.services.check(sampling, core.services.capabilities)
         start = len(self._response)
-        cap = min(max_tokens or sampling.max_tokens, self.remaining)
+        cap = min(max_tokens or sampling.max_tokens, self._room)
+        number = None
         self._busy = True
         self._since = core.services.gate.clock()
         self._begun = start
         self._reserved = start + cap
+        self._tries = 0
+        self._outcome = None
         done: Turn | None = None
         try:
+            if self._record is not None:
+                await checkpoint()
+                recorded = self._record.next_turn(self._response, request)
+                if recorded is None:
+                    self._record = None
+                    core.go_live()
+                else:
+                    number = recorded.begun
+                    if recorded.turn.finish_reason != "abort":
+                        done = turn = self._give_again(recorded.turn)
+                        return turn
+                    if core.services.partial:
+                        self._extend(self._record.response[start : recorded.turn.stop])
+                    else:
+                        self._record.discard(recorded)
+                        core.services.counters.restarted_turns += 1
+                    self._tries = recorded.turn.attempts
+            if number is None:
+                number = core.begun
+                core.begun += 1
             done = turn = await self._run_turn(sampling, start, cap)
             return turn
         finally:
@@ -298,9 +395,13 @@ class Context:
             end = len(self._response)
             if done is None and end > start:
                 # The loop's own timeout, or a failure after a partial: what is in the response is in a turn.
-                done = Turn("abort", None, self._index, start, end, 1, self._response)
-            if done is not None:
+                outcome, tries = self._outcome, max(self._tries, 1)
+                done = Turn(
+                    outcome or "abort", None, self._index, start, end, tries, self._response
+                )
+            if done is not None and number is not None:
                 core.turns.append(done)
+                core.asked.append((number, request))
                 if self._messages is not None:
                     self._messages.append(done.message)
 
@@ -320,7 +421,7 @@ class Context:
         if self._core.frozen:
             raise LoopError(f"append() on rollout {self._core.uid}, whose sample was made")
         ids = self._core.checked(content)
-        room = self.remaining
+        room = self._room
         if len(ids) > room:
             self._core.cut = True
         if self._response is _NOTHING:
@@ -381,12 +482,43 @@ class Context:
         response = self._response.without_trailing_context() if trim else self._response.seal()
         return Segment(memoryview(self._prompt_ids).toreadonly(), response)
 
+    def _take_over(self) -> None:
+        """Takes over the turns that it has not been given again."""
+        record, self._record = self._record, None
+        if record is None or not record.turns:
+            return
+        # What is there is the beginning of the record, and perhaps context that no turn has followed.
+        self._response = record.response[: record.end]
+        for recorded in record.turns:
+            self._core.turns.append(self._recorded(recorded.turn))
+            self._core.asked.append((recorded.begun, recorded.request))
+
+    def _recorded(self, turn: Turn) -> Turn:
+        return evolve(turn, segment=self._index, response=self._response)
+
+    def _give_again(self, turn: Turn) -> Turn:
+        """Takes a whole turn from the record."""
+        assert self._record is not None
+        services = self._core.services
+        self._extend(self._record.response[turn.start : turn.stop])
+        services.counters.replayed_turns += 1
+        if turn.text is None and services.tokenizer is not None:
+            # It was cut when it had ended, and before it was decoded.
+            ids = self._response[turn.start :].ids.tolist()
+            turn = evolve(turn, text=services.tokenizer.decode(ids))
+        return self._recorded(turn)
+
+    def _extend(self, part: Response) -> None:
+        if self._response is _NOTHING:
+            self._response = Response()
+        self._response.extend(part)
+
     async def _run_turn(self, sampling: Sampling, start: int, cap: int) -> Turn:
         services = self._core.services
         limit = services.gate.limit(services.limits.turn)
         reason: Literal["stop", "length"] | None = None
         retries: Retries | None = None
-        attempts = resumed = 0
+        resumed = 0
         if cap <= 0:
             self._core.cut = True
             await checkpoint()
@@ -397,9 +529,8 @@ class Context:
                 break
             resumed = resumed or got
             epoch = services.gate.epoch
-            attempt, stopped, error = await self._run_attempt(sampling, start, cap - got, limit)
-            attempts += 1
-            reason = "stop" if stopped else self._reason(attempt, sampling, start)
+            attempt, error = await self._run_attempt(sampling, start, cap - got, limit)
+            reason = self._outcome
             if reason is None:
                 self._since = services.gate.clock()
             gained = len(self._response) - start > got
@@ -408,9 +539,7 @@ class Context:
                 if services.outage.failures and error is None:
                     services.outage.worked(self._mark)
                     retries = None
-            elif error is not None:
-                reason = None
-            elif reason is None:
+            elif error is None and reason is None:
                 error = InferenceError("the server aborted unasked and without a token to keep")
             if reason is not None or error is None:
                 continue
@@ -420,7 +549,7 @@ class Context:
                 retries = Retries(services.outage, f"{services.task}/{self._core.prompt.uid}")
             await retries.again(error, attempt, gained=gained)
             services.counters.retries += 1
-        if attempts and start == len(self._response):
+        if self._tries and start == len(self._response):
             raise InferenceError("the server's answer is unusable: it ended without a single token")
         if resumed:
             services.counters.resumed_turns += 1
@@ -433,32 +562,32 @@ class Context:
             self._index,
             start,
             len(self._response),
-            attempts,
+            self._tries,
             self._response,
         )
 
     async def _run_attempt(
         self, sampling: Sampling, start: int, cap: int, limit: AbstractContextManager[None]
-    ) -> tuple[Attempt, bool, InferenceError | None]:
-        """Runs one request and keeps what it brought.
+    ) -> tuple[Attempt, InferenceError | None]:
+        """Runs one request and keeps what it brought, and whether the turn has ended with it.
 
         A request whose answer is unusable leaves the response as it was. One that is aborted or cancelled, or that
         fails for a reason that may pass, keeps its partial: that was checked when it came.
 
         Returns:
-            The attempt; whether its tokens completed a stop string across the seam of two attempts; and why it failed,
-            if it may be sent again.
+            The attempt, and why it failed, if it may be sent again.
         """
         core, services = self._core, self._core.services
         core.attempts += 1
         number = core.attempts
         attempt: Attempt | None = None
-        usable = stopped = False
+        usable = False
 
         def build() -> Attempt:
             nonlocal attempt, usable
             attempt = self._attempt(sampling, start, cap, number)
             usable = True
+            self._tries += 1
             self._running = attempt
             self._since = services.gate.clock()
             self._mark = services.outage.failures
@@ -485,9 +614,11 @@ class Context:
             self._running = None
             if attempt is not None:
                 stopped = self._keep(attempt, sampling, start, usable)
+                if usable:
+                    self._outcome = "stop" if stopped else self._reason(attempt, sampling, start)
                 services.instruments.tell("turn_ended", attempt)
         assert attempt is not None
-        return attempt, stopped, failure
+        return attempt, failure
 
     def _failure(self, error: Exception) -> InferenceError:
         """What a request failed with, as the controller's error."""

@@ -983,6 +983,9 @@ def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatist
         retries=counters.retries,
         restarted_turns=counters.restarted_turns,
         unseen_turns=counters.unseen_turns,
+        replayed_turns=counters.replayed_turns,
+        diverged=counters.diverged,
+        restarted=counters.restarted,
     )
 
 

@@ -125,7 +125,7 @@ class GroupRunner:
             self._on_break("production failed", error)
             raise
         finally:
-            outcome = self._table.settle(row, samples, seconds)
+            outcome = self._table.settle(row, samples, seconds, members.journals)
             self._services.instruments.tell("group_ended", row.members, outcome)
             self._on_settled(row)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from inspect import isawaitable, iscoroutinefunction
 from typing import TypeAlias
 
@@ -123,22 +123,28 @@ class ToolLoop(AgentLoop):
         """Makes one call, and returns the one message that answers it."""
         if call.error is not None:
             return _tool_message(call.name, f"error: {call.error}")
-        function = self._tools[call.name].function
-        arguments = dict(call.arguments or {})
+        tool = self._tools[call.name]
+        function = tool.function
 
-        async def run() -> object:
+        # What the model is told is what is recorded, so a tool may return anything.
+        async def run(arguments: Mapping[str, object]) -> str:
+            return _as_text(await function(**arguments))
+
+        def run_in_thread(arguments: Mapping[str, object]) -> object:
             answer = function(**arguments)
-            return await answer if isawaitable(answer) else answer
-
-        def run_in_thread() -> object:
-            return function(**arguments)
+            return _awaited(answer) if isawaitable(answer) else _as_text(answer)
 
         run_in_thread.__name__ = run.__name__ = call.name
         try:
-            answer = await rollout.tool(run if iscoroutinefunction(function) else run_in_thread)
+            answer = await rollout.tool(
+                run if iscoroutinefunction(function) else run_in_thread,
+                call.arguments or {},
+                replay=tool.replay,
+                on_unknown=tool.on_unknown,
+            )
         except ToolError as error:
             return _tool_message(call.name, f"error: {error}")
-        return _tool_message(call.name, answer if isinstance(answer, str) else _as_json(answer))
+        return _tool_message(call.name, str(answer))
 
     def __repr__(self) -> str:
         return f"ToolLoop({list(self._tools)}, max_turns={self._max_turns})"
@@ -148,7 +154,13 @@ def _tool_message(name: str, content: str) -> Message:
     return {"role": "tool", "name": name, "content": content}
 
 
-def _as_json(answer: object) -> str:
+async def _awaited(answer: Awaitable[object]) -> str:
+    return _as_text(await answer)
+
+
+def _as_text(answer: object) -> str:
+    if isinstance(answer, str):
+        return str(answer)
     try:
         return json.dumps(answer, ensure_ascii=False)
     except (TypeError, ValueError):

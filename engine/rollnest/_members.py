@@ -19,10 +19,17 @@ from attrs import evolve
 
 from ._context import RolloutServices
 from ._gate import OverLimit
+from ._journal import Journal
 from ._judging import GroupJudging, Judging
 from ._records import Failure, FailureKind, Prompt, Sample, Status
 from ._response import token_column
-from ._rollout import Rollout, freeze_rollout
+from ._rollout import (
+    Rollout,
+    freeze_rollout,
+    give_up_rollout,
+    must_restart,
+    rollout_journal,
+)
 from ._slots import Call, Slots
 from ._streak import FailureStreak
 from ._table import GroupTable, Row
@@ -55,6 +62,7 @@ class Members:
         samples: Members that have ended, by index, in the order in which they ended. Of a task whose judger judges
             whole groups they have no verdict before all have ended.
         unjudged: Members that have generated and are being judged, each by itself.
+        journals: What members that were cut leave behind, by index, once they are frozen.
         scope: Ends the group; the runner's.
         started: When it was begun.
         begun: In a group loop, indexes of the members that it ran; `None` where the engine runs them all at once.
@@ -75,6 +83,7 @@ class Members:
         self.rollouts: dict[int, Rollout] = {}
         self.samples: dict[int, Sample] = dict(row.kept)
         self.unjudged: dict[int, Sample] = dict(row.unjudged)
+        self.journals: dict[int, Journal] = {}
         self.scope = CancelScope()
         self.begun: set[int] | None = None
         self.started = services.gate.clock()
@@ -98,7 +107,9 @@ class Members:
         self._places: Counter[int] = Counter()  # how often a fresh member took another's place
         self._failures: Counter[tuple[int, FailureKind]] = Counter()  # that were retried
         self._noted: set[FailureKind] = set()
-        table.members += len(self._missing)
+        self._left = dict(row.journals)  # what members that go on left behind when they were cut
+        self._places.update({index: journal.place for index, journal in self._left.items()})
+        table.members += len([i for i in self._missing if i not in self._left])
 
     @property
     def count(self) -> int:
@@ -110,6 +121,10 @@ class Members:
         """Tokens of the members, ended or not."""
         frozen = self.unjudged | self.samples
         running = sum([r.policy_tokens for i, r in self.rollouts.items() if i not in frozen])
+        if self._left:  # those that have no rollout yet
+            running += sum(
+                [j.policy_tokens for i, j in self._left.items() if i not in self.rollouts]
+            )
         return running + sum([sample.policy_tokens for sample in frozen.values()])
 
     def tree(self, now: float, calls: Mapping[object, Sequence[Call]]) -> GroupTree:
@@ -218,7 +233,7 @@ class Members:
                 self.put(freeze_rollout(rollout, Status.FAILED, failure))
             return False
         for index in self._missing:
-            self.rollouts[index] = self._rollout(index)
+            self.rollouts[index] = self._rollout(index, self._places[index])
         return True
 
     async def _run_member(self, rollout: Rollout) -> None:
@@ -267,13 +282,33 @@ class Members:
         seconds = self._spec.limits.sample
         try:
             with self._services.gate.limit(seconds):
-                await self._spec.loop.generate_sample(rollout)
+                await self._play(rollout)
         except OverLimit:
             error = LoopError(f"the agent loop took over {seconds} s")
-            return freeze_rollout(rollout, Status.FAILED, Failure.of("loop", error))
+            failure = Failure.of("loop", error)
+            return freeze_rollout(self._playing(rollout), Status.FAILED, failure)
         except Exception as error:
-            return freeze_rollout(rollout, Status.FAILED, Failure.of(kind_of(error), error))
-        return freeze_rollout(rollout, Status.COMPLETED)
+            failure = Failure.of(kind_of(error), error)
+            return freeze_rollout(self._playing(rollout), Status.FAILED, failure)
+        return freeze_rollout(self._playing(rollout), Status.COMPLETED)
+
+    def _playing(self, rollout: Rollout) -> Rollout:
+        """A rollout, or the one that began anew in its place."""
+        return self.rollouts[rollout.index] if must_restart(rollout) else rollout
+
+    async def _play(self, rollout: Rollout) -> None:
+        """Runs the loop; once more, with another rollout, if a tool did not do the same again."""
+        try:
+            await self._spec.loop.generate_sample(rollout)
+        except Exception:
+            if not must_restart(rollout):
+                raise
+        if must_restart(rollout):
+            index = rollout.index
+            give_up_rollout(rollout)
+            del self._left[index]
+            self.rollouts[index] = self._rollout(index, self._places[index])
+            await self._spec.loop.generate_sample(self.rollouts[index])
 
     async def judge(self, sample: Sample) -> Sample:
         """Judges a completed sample as far as it can be judged by itself, and records it."""
@@ -361,6 +396,7 @@ class Members:
         if self.samples.pop(index, None) is not None:
             self._count(sample, -1)
         self._let_go(sample, reason)
+        self._left.pop(index, None)
         self._table.members += 1
         self._places[index] += 1
         rollout = self.rollouts[index] = self._rollout(index, self._places[index])
@@ -405,11 +441,18 @@ class Members:
         unjudged = self.unjudged.pop(index, None)
         if unjudged is not None:
             return evolve(unjudged, status=Status.ABORTED, unjudged=True)
-        return freeze_rollout(self._known(index), Status.ABORTED)
+        rollout = self._known(index)
+        sample = freeze_rollout(rollout, Status.ABORTED)
+        journal = rollout_journal(rollout, sample)
+        if journal is not None:
+            self.journals[index] = journal
+        return sample
 
     def _known(self, index: int) -> Rollout:
-        """A member's rollout; an empty one if it was cancelled before there was anything to run."""
-        return self.rollouts.get(index) or self._rollout(index)
+        """A member's rollout; one that has done nothing if it was cancelled before there was anything to run."""
+        if index not in self.rollouts:
+            self.rollouts[index] = self._rollout(index, self._places[index])
+        return self.rollouts[index]
 
     def _decide(self) -> None:
         """Cancels the members that run once they don't matter.
@@ -493,15 +536,19 @@ class Members:
     def _rollout(self, index: int, place: int = 0) -> Rollout:
         row = self.row
         tools = row.prompt.tools or self._spec.loop.tools
+        prompt_ids, journal = self._prompt_ids, self._left.get(index)
+        if journal is not None and not prompt_ids:  # it never runs
+            prompt_ids = array("i", journal.contexts[0].prompt_ids)
         return Rollout(
             self._services,
             row.prompt,
-            self._prompt_ids,
+            prompt_ids,
             visit=row.visit,
             index=index,
             place=place,
             tools=tools,
             judging=self._judging,
+            journal=journal,
         )
 
     async def _render_prompt(self, prompt: Prompt) -> array[int]:

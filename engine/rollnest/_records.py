@@ -510,6 +510,9 @@ class BatchStatistics:
         resumed_turns: Turns that went on from a partial.
         restarted_turns: Times that a turn began again because its partial was discarded.
         unseen_turns: Attempts that were cut without a reply.
+        replayed_turns: Turns that a loop which ran again was given from its journal.
+        diverged: Rollouts whose loop asked for something else when it ran again.
+        restarted: Rollouts that began anew because a tool did not do the same again.
         seconds: Time since the batch before, or since the engine began.
         pause_seconds: Of that, time that the gate was closed.
     """
@@ -551,6 +554,9 @@ class BatchStatistics:
     resumed_turns: int = 0
     restarted_turns: int = 0
     unseen_turns: int = 0
+    replayed_turns: int = 0
+    diverged: int = 0
+    restarted: int = 0
     seconds: float = 0.0
     pause_seconds: float = 0.0
 

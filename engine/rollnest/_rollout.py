@@ -8,27 +8,68 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
 from inspect import iscoroutinefunction
 from random import Random
-from typing import Any, TypeVar, TypeVarTuple, overload
+from typing import Any, TypeVar, TypeVarTuple, cast, overload
 
+from anyio import get_current_task
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
+from ._codecs import decode, encode, fingerprint, same, unrecordable_return
 from ._context import Context, RolloutCore, RolloutServices, freeze_context
 from ._gate import OverLimit
+from ._journal import (
+    CallKind,
+    CallLog,
+    Journal,
+    Judged,
+    OnUnknown,
+    Outcome,
+    Raised,
+    RecordedCall,
+    Returned,
+    ToolReplay,
+    check_tool_options,
+)
 from ._judging import GroupJudging, as_score
 from ._options import Sampling
 from ._records import Failure, Message, Prompt, Sample, Segment, Status, Turn, Verdict
 from ._response import Response
 from ._slots import Call
 from ._tree import SampleTree
-from .errors import LoopError, ToolError, describe
+from .errors import JudgeError, LoopError, RollnestError, ToolError, describe
 
-__all__ = ["Rollout", "freeze_rollout"]
+__all__ = [
+    "Rollout",
+    "freeze_rollout",
+    "give_up_rollout",
+    "must_restart",
+    "rollout_journal",
+    "tool_key",
+]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+_tool_key: ContextVar[str] = ContextVar("rollnest_tool_key")
+
+
+def tool_key() -> str:
+    """Returns the key of the tool call that runs now: the rollout's uid and the call's number.
+
+    The key is the same when the call runs again because its rollout was cut in the middle of it. Hand it to a service
+    that does things once per key, and the call takes effect once.
+
+    Raises:
+        LoopError: No tool runs here.
+    """
+    try:
+        return _tool_key.get()
+    except LookupError:
+        raise LoopError("tool_key() outside of a tool that rollout.tool() called") from None
 
 
 def freeze_rollout(rollout: Rollout, status: Status, failure: Failure | None = None) -> Sample:
@@ -40,6 +81,26 @@ def freeze_rollout(rollout: Rollout, status: Status, failure: Failure | None = N
         failure: Why, if `status` is `FAILED`.
     """
     return rollout._freeze(status, failure)  # pyright: ignore[reportPrivateUsage]
+
+
+def rollout_journal(rollout: Rollout, aborted: Sample) -> Journal | None:
+    """What a rollout leaves behind for its loop to run again; `None` if that is nothing.
+
+    Args:
+        rollout: The rollout, frozen.
+        aborted: Its sample: it was cut.
+    """
+    return rollout._journal(aborted)  # pyright: ignore[reportPrivateUsage]
+
+
+def must_restart(rollout: Rollout) -> bool:
+    """Whether a tool did not do the same again, so that nothing of the rollout's record holds."""
+    return rollout._must_restart  # pyright: ignore[reportPrivateUsage]
+
+
+def give_up_rollout(rollout: Rollout) -> None:
+    """Ends a rollout without a sample; another one begins anew in its place."""
+    rollout._give_up()  # pyright: ignore[reportPrivateUsage]
 
 
 class Rollout:
@@ -55,8 +116,12 @@ class Rollout:
         "_index",
         "_judged",
         "_judging",
+        "_log",
+        "_must_restart",
+        "_place",
         "_random",
         "_scored",
+        "_seed",
         "_started",
         "_visit",
     )
@@ -72,6 +137,7 @@ class Rollout:
         place: int = 0,
         tools: Sequence[Message] | None = None,
         judging: GroupJudging | None = None,
+        journal: Journal | None = None,
     ) -> None:
         uid = f"{services.task}/{prompt.uid}/{visit}/{index}"
         if place:  # a fresh one in the place of another, with seeds of its own
@@ -79,7 +145,15 @@ class Rollout:
         self._core = core = RolloutCore(services, prompt, uid)
         self._visit = visit
         self._index = index
+        self._place = place
         self._started = core.since
+        self._seed = services.seed
+        self._log: CallLog | None = None
+        self._must_restart = False
+        if journal is not None:
+            self._seed = journal.seed
+            self._log = CallLog(journal)
+            core.play(journal)
         self._current = core.open_checked(prompt_ids, prompt.messages, tools)
         self._frozen: tuple[Segment, ...] | None = None  # once its sample was made
         self._random: Random | None = None
@@ -133,7 +207,7 @@ class Rollout:
     def random(self) -> Random:
         """A random generator of this rollout's own, seeded by the engine's seed, the visit and the index."""
         if self._random is None:
-            self._random = Random(f"{self._core.services.seed}/{self.uid}")
+            self._random = Random(f"{self._seed}/{self.uid}")
         return self._random
 
     # What a loop may do
@@ -187,20 +261,87 @@ class Rollout:
         return await context.generate(sampling=sampling, max_tokens=max_tokens)
 
     @overload
-    async def tool(self, function: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T: ...
+    async def tool(
+        self,
+        function: Callable[[*Ts], Awaitable[T]],
+        *args: *Ts,
+        replay: ToolReplay = "recorded",
+        on_unknown: OnUnknown = "rerun",
+    ) -> T: ...
     @overload
-    async def tool(self, function: Callable[[*Ts], T], *args: *Ts) -> T: ...
+    async def tool(
+        self,
+        function: Callable[[*Ts], T],
+        *args: *Ts,
+        replay: ToolReplay = "recorded",
+        on_unknown: OnUnknown = "rerun",
+    ) -> T: ...
 
-    async def tool(self, function: Callable[[*Ts], Any], *args: *Ts) -> Any:
+    async def tool(
+        self,
+        function: Callable[[*Ts], Any],
+        *args: *Ts,
+        replay: ToolReplay = "recorded",
+        on_unknown: OnUnknown = "rerun",
+    ) -> Any:
         """Calls a tool under the task's limit and the engine's capacity; a sync one in a worker thread.
 
+        The call is recorded before it begins, and its result or error after it. If the rollout is cut and its loop runs
+        again, the loop gets what is recorded; the tool isn't called.
+
+        Args:
+            function: The tool. What it returns must be JSON values or bytes, or have a codec (`register_codec`).
+            args: What it is called with. They tell its calls apart when the loop runs again.
+            replay: `"rerun"` calls it again when the loop runs again, for tools that keep a state of their own. If it
+                doesn't end as it did before, the sample begins anew, with nothing recorded.
+            on_unknown: What happens when the loop runs again and the call had begun, but not ended: `"rerun"` calls it
+                again, under the same `tool_key()`; `"fail"` fails the sample.
+
         Raises:
-            ToolError: It raised, or ran out of time.
+            ToolError: It raised, or ran out of time, now or when it was recorded.
+            LoopError: A journal can't hold what it returned. Where its annotation says so, it is not called at all.
+            ValueError: `replay` or `on_unknown` is none of these.
 
         Cancellation: an async tool is cancelled; a sync one's thread is abandoned.
         """
-        services = self._core.services
+        check_tool_options(replay, on_unknown)
         name = getattr(function, "__name__", repr(function))
+        unrecordable = unrecordable_return(function)
+        if unrecordable is not None:
+            raise LoopError(
+                f"tool {name} returns a {unrecordable}, which a journal can't hold; return JSON values or bytes, or "
+                "tell rollnest how with register_codec()"
+            )
+        call, is_recorded = self._begin_call("tool", *_identity(function, args))
+        before = call.outcome
+        if is_recorded and before is None and on_unknown == "fail":
+            message = (
+                f"tool {name} ran when its rollout was cut, and nobody knows whether it took effect"
+            )
+            self._core.failure = Failure("tool", message)
+            await checkpoint()
+            raise ToolError(message)
+        if before is not None and replay == "recorded":
+            await checkpoint()
+            return _result(before, ToolError)
+        key = f"{self.uid}/{call.begun}"
+        token = _tool_key.set(key)
+        self._core.services.instruments.tell("tool_started", key, name, before is not None)
+        after: Outcome
+        try:
+            answer = await self._call_tool(name, function, *args)
+            after = Returned(encode(answer, f"tool {name} returned"))
+        except ToolError as error:
+            after = Raised(str(error))
+            self._end_call(call, name, before, after)
+            raise
+        finally:
+            _tool_key.reset(token)
+        self._end_call(call, name, before, after)
+        return answer
+
+    async def _call_tool(self, name: str, function: Callable[[*Ts], Any], *args: *Ts) -> Any:
+        services = self._core.services
         limit = services.gate.limit(services.limits.tool)
         call = Call(services.tool_slots, f"tool {name}", self, self._core)
         try:
@@ -257,7 +398,19 @@ class Rollout:
         if judging is None:
             raise LoopError("judge() on a task without a judger")
         turns = len(self._core.turns)
-        verdict = await judging.verdict(self._snapshot())
+        sample = self._snapshot()
+        call, _ = self._begin_call("judge", "", f"{turns} turns, {sample.policy_tokens} tokens")
+        if call.outcome is not None:
+            await checkpoint()
+            verdict = _result(call.outcome, JudgeError)
+        else:
+            assert self._log is not None
+            try:
+                verdict = await judging.verdict(sample)
+            except JudgeError as error:
+                self._log.end(call, Raised(str(error)))
+                raise
+            self._log.end(call, Judged(verdict))
         self._judged = verdict, turns
         return verdict
 
@@ -288,7 +441,28 @@ class Rollout:
         """Tokens recorded so far."""
         if self._frozen is not None:
             return sum([segment.response.policy_tokens for segment in self._frozen])
-        return sum([context.policy_tokens for context in self._core.contexts])
+        replay = self._core.replay
+        pending = 0 if replay is None else replay.pending_tokens
+        return pending + sum([context.policy_tokens for context in self._core.contexts])
+
+    def _give_up(self) -> None:
+        counters = self._core.services.counters
+        counters.restarted += 1
+        counters.discarded += self.policy_tokens
+        self._core.frozen = True
+
+    def _journal(self, aborted: Sample) -> Journal | None:
+        core = self._core
+        calls = () if self._log is None else self._log.calls.values()
+        journal = Journal.of(
+            aborted,
+            core.asked,
+            calls,
+            seed=self._seed,
+            attempts=core.attempts,
+            place=self._place,
+        )
+        return None if journal.is_empty else journal
 
     def tree(
         self,
@@ -327,6 +501,8 @@ class Rollout:
         """See `freeze_rollout`."""
         core = self._core
         core.frozen = True
+        if core.replay is not None:
+            self._end_replay(status)
         if status is Status.COMPLETED:
             failure = core.failure
             if failure is None and not self.policy_tokens:
@@ -340,6 +516,45 @@ class Rollout:
         return self._sample(
             status, segments, failure, self._verdict if status is Status.COMPLETED else None
         )
+
+    def _end_replay(self, status: Status) -> None:
+        replay = self._core.replay
+        assert replay is not None
+        if status is not Status.ABORTED:
+            replay.cut(0)  # the loop has ended, and did not ask for it again
+        elif self._log is not None:
+            self._log.calls |= {call.begun: call for call in replay.calls}
+        self._core.rewind()
+
+    def _begin_call(self, kind: CallKind, name: str, given: str) -> tuple[RecordedCall, bool]:
+        """Records that a call begins, or finds what is recorded of it; says whether it was."""
+        core = self._core
+        if self._must_restart:
+            raise LoopError(f"a call on rollout {self.uid}, which began anew")
+        log = self._log
+        if log is None:
+            log = self._log = CallLog(None)
+        call = log.begin(core.begun, get_current_task().id, kind, name, given, core.replay)
+        if call.begun < core.begun:
+            return call, True
+        core.begun += 1
+        core.go_live()
+        return call, False
+
+    def _end_call(
+        self, call: RecordedCall, name: str, before: Outcome | None, after: Outcome
+    ) -> None:
+        """Records how a tool ended; if it was recorded before, it must have ended so then too."""
+        services = self._core.services
+        key = f"{self.uid}/{call.begun}"
+        services.instruments.tell("tool_ended", key, name, before is not None)
+        if before is not None and not _same_outcome(before, after):
+            self._must_restart = True
+            message = f"tool {name} did not do the same again, so the sample begins anew"
+            self._core.failure = Failure("tool", message)
+            raise LoopError(message)
+        assert self._log is not None
+        self._log.end(call, after)
 
     @property
     def _verdict(self) -> Verdict | None:
@@ -411,6 +626,31 @@ class Rollout:
             if rest and not any(message.get("role") == "assistant" for message in rest):
                 return context.append_messages(rest)
         return None
+
+
+def _identity(function: Callable[..., object], args: Sequence[object]) -> tuple[str, str]:
+    """A tool's name and a fingerprint of what it is given, the same whenever the loop runs."""
+    while isinstance(function, partial):
+        bound = cast("partial[object]", function)
+        args = (*bound.args, bound.keywords, *args)
+        function = bound.func
+    return getattr(function, "__name__", type(function).__qualname__), fingerprint(args)
+
+
+def _result(outcome: Outcome, error: type[RollnestError]) -> Any:
+    match outcome:
+        case Returned(value):
+            return decode(value)
+        case Judged(verdict):
+            return verdict
+        case Raised(message):
+            raise error(message)
+
+
+def _same_outcome(one: Outcome, other: Outcome) -> bool:
+    if isinstance(one, Returned) and isinstance(other, Returned):
+        return same(one.value, other.value)
+    return one == other
 
 
 def _within(turn: Turn, segment: Segment) -> Turn:

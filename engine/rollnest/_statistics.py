@@ -53,6 +53,10 @@ class TaskStatistics:
         retries: Requests that were sent again because they failed for a reason that may pass.
         restarted_turns: Times that a turn began again because its partial was discarded.
         unseen_turns: Attempts that were cut without a reply.
+        replayed_turns: Turns that a loop which ran again was given from its journal.
+        diverged: Rollouts whose loop asked for something else when it ran again; the rest of their journal is among
+            the discarded tokens.
+        restarted: Rollouts that began anew because a tool did not do the same again.
     """
 
     drawn: int
@@ -82,6 +86,9 @@ class TaskStatistics:
     restarted_turns: int
     retries: int = 0
     unseen_turns: int
+    replayed_turns: int = 0
+    diverged: int = 0
+    restarted: int = 0
 
     @property
     def tokens_lost(self) -> int:
@@ -173,6 +180,9 @@ class Reading:
     resumed_turns: int
     restarted_turns: int
     unseen_turns: int
+    replayed_turns: int
+    diverged: int
+    restarted: int
     pause_seconds: float
     time: float
 
@@ -202,6 +212,9 @@ def read(
         tokens.resumed_turns,
         tokens.restarted_turns,
         tokens.unseen_turns,
+        tokens.replayed_turns,
+        tokens.diverged,
+        tokens.restarted,
         pause_seconds,
         time,
     )
@@ -276,6 +289,9 @@ def batch_statistics(
         resumed_turns=rise("resumed_turns"),
         restarted_turns=rise("restarted_turns"),
         unseen_turns=rise("unseen_turns"),
+        replayed_turns=rise("replayed_turns"),
+        diverged=rise("diverged"),
+        restarted=rise("restarted"),
         # The clock and the gate are every task's: the union's time is that of any one.
         seconds=now[0].time - before[0].time,
         pause_seconds=now[0].pause_seconds - before[0].pause_seconds,

@@ -13,13 +13,14 @@ dropped + flight), I8 (delivered at most once), I9 (nothing delivered lags more 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
 from attrs import evolve
 
 from ._buffer import ReplayBuffer
 from ._figures import GroupFigures
+from ._journal import Journal
 from ._records import FailureKind, Group, Prompt, Sample, Status
 
 __all__ = ["EXPIRED", "EXPIRED_RETRIES", "FILTERED", "GroupTable", "Row", "RowState"]
@@ -61,6 +62,7 @@ class Row:
         state: Where it stands.
         kept: Members of an earlier run that are still good, by index.
         unjudged: Members of an earlier run that lack their verdict only, by index.
+        journals: What members that were cut have left behind, by index: they go on from there.
         group: The frozen members, once they have all ended.
         expiries: How often it became too old.
         in_tail: Whether it is of a tail batch, until it has ended.
@@ -72,6 +74,7 @@ class Row:
         "expiries",
         "group",
         "in_tail",
+        "journals",
         "kept",
         "prompt",
         "seconds",
@@ -86,6 +89,7 @@ class Row:
         self.state = RowState.FLIGHT
         self.kept: dict[int, Sample] = {}
         self.unjudged: dict[int, Sample] = {}
+        self.journals: Mapping[int, Journal] = {}
         self.group: Group | None = None
         self.expiries = 0
         self.in_tail = False
@@ -203,8 +207,8 @@ class GroupTable:
     def redraw(self, version: int, *, everything: bool = False) -> Row | None:
         """Puts a row that waits in flight again, expired ones first; `None` if none is due.
 
-        Members that are not complete, or too old by now, are given up: they start anew. So are all of a row that
-        restarts whole.
+        Members that have left a journal behind go on from it. Others that are not complete, and those that have become
+        too old, are given up: they start anew. So are all of a row that restarts whole.
 
         Args:
             version: The policy's weight version.
@@ -216,34 +220,55 @@ class GroupTable:
             row = self._buffer.take_waiting(everything=everything)
         if row is None:
             return None
+        journals: dict[int, Journal] = {}
         for sample in self._aged(row, version):
+            is_old = self._masked(sample, version).lag(version) > self._max_staleness
+            journal = row.journals.get(sample.index)
             completed = sample.status is Status.COMPLETED
             if completed and not self._restart_whole:
                 row.kept[sample.index] = sample
             elif sample.unjudged and not self._restart_whole:
                 whole = evolve(sample, status=Status.COMPLETED, unjudged=False)
                 row.unjudged[sample.index] = whole
+            elif journal is not None and not is_old and not self._restart_whole:
+                journals[sample.index] = journal
             else:
-                self.let_go(sample, RESTARTED if completed else sample.status.value)
-                if sample.status is Status.EXPIRED:
+                # A pause cut it, and uses up no retry of its row.
+                was_cut_and_is_old = sample.status is Status.ABORTED and is_old
+                status = Status.EXPIRED if was_cut_and_is_old else sample.status
+                self.let_go(sample, RESTARTED if completed else status.value)
+                if status is Status.EXPIRED:
                     self.expired_tokens += sample.policy_tokens
+        row.journals = journals
         row.group = None
         row.state = RowState.FLIGHT
         self.flight[row.visit] = row
         self.redrawn += 1
         return row
 
-    def settle(self, row: Row, samples: Sequence[Sample], seconds: float) -> str:
+    def settle(
+        self,
+        row: Row,
+        samples: Sequence[Sample],
+        seconds: float,
+        journals: Mapping[int, Journal] | None = None,
+    ) -> str:
         """Ends a row's run, by what became of its members.
 
         All completed: ready. Any unfinished: waiting. Else one has failed, and the group is dropped.
+
+        Args:
+            row: The row.
+            samples: Its members, by index.
+            seconds: How long the run took.
+            journals: What those of them that were cut have left behind, by index.
 
         Returns:
             `"ready"`, `"waiting"`, or the reason it was dropped.
         """
         del self.flight[row.visit]
         self._leave_tail(row)
-        row.kept, row.unjudged = {}, {}
+        row.kept, row.unjudged, row.journals = {}, {}, {}
         row.seconds += seconds
         row.group = group = Group(self.task, row.prompt, row.visit, samples)
         match group.status:
@@ -267,6 +292,7 @@ class GroupTable:
                 return FILTERED
             case _:
                 row.state = RowState.WAITING
+                row.journals = journals or {}
                 self._buffer.wait_cut(row)
                 return "waiting"
 
@@ -374,9 +400,13 @@ class GroupTable:
             for sample in row.members.samples
         ]
 
+    def _masked(self, sample: Sample, version: int) -> Sample:
+        if self._max_token_lag is None:
+            return sample
+        return sample.trained_from(version - self._max_token_lag)
+
     def _aged_sample(self, sample: Sample, version: int) -> Sample:
-        if self._max_token_lag is not None:
-            sample = sample.trained_from(version - self._max_token_lag)
+        sample = self._masked(sample, version)
         if sample.oldest_version is not None and sample.lag(version) <= self._max_staleness:
             return sample
         return evolve(sample, status=Status.EXPIRED, verdict=None, unjudged=False)

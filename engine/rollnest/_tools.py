@@ -40,6 +40,7 @@ from cattrs.gen.typeddicts import (
     make_dict_structure_fn,  # pyright: ignore[reportUnknownVariableType]
 )
 
+from ._journal import OnUnknown, ToolReplay, check_tool_options
 from ._records import Message, ToolCall
 
 __all__ = ["HermesToolParser", "Tool", "ToolParser", "checked_call"]
@@ -62,9 +63,19 @@ class Tool:
         function: What is called.
         name: What the policy calls it; the function's own name by default.
         description: What the policy is told about it; from the docstring by default.
+        replay: As in `Rollout.tool`: what a call does when the loop runs again.
+        on_unknown: As in `Rollout.tool`: what it does if nobody knows whether it took effect.
     """
 
-    __slots__ = ("_parameters", "_structure", "description", "function", "name")
+    __slots__ = (
+        "_parameters",
+        "_structure",
+        "description",
+        "function",
+        "name",
+        "on_unknown",
+        "replay",
+    )
 
     def __init__(
         self,
@@ -72,7 +83,10 @@ class Tool:
         *,
         name: str | None = None,
         description: str | None = None,
+        replay: ToolReplay = "recorded",
+        on_unknown: OnUnknown = "rerun",
     ) -> None:
+        check_tool_options(replay, on_unknown)
         if not callable(function):
             raise TypeError(f"a tool must be a function, got {function!r}")
         if name is None:
@@ -82,6 +96,8 @@ class Tool:
                 f"a tool's name has 1 to 64 letters, digits, _ or -, got {name!r}; set name="
             )
         self.function: Callable[..., Any] = function
+        self.replay: ToolReplay = replay
+        self.on_unknown: OnUnknown = on_unknown
         self.name: str = name
         self.description: str = (
             _split_docstring(function)[0] if description is None else description

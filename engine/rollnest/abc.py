@@ -377,6 +377,18 @@ class Instrument:
     def turn_ended(self, attempt: Attempt) -> None:
         """A request came back, failed or was cut; the attempt says which."""
 
+    def tool_started(self, key: str, name: str, again: bool) -> None:
+        """A loop's tool is called.
+
+        Args:
+            key: What `tool_key()` returns in it.
+            name: The tool's name.
+            again: Whether it had ended before, and is called once more because its loop runs again (`replay="rerun"`).
+        """
+
+    def tool_ended(self, key: str, name: str, again: bool) -> None:
+        """A tool returned or raised; not told of one that was cancelled."""
+
     def sample_ended(self, sample: Sample) -> None:
         """A sample was frozen."""
 

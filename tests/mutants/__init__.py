@@ -90,7 +90,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "an answer of other weights is taken",
         (
             "_attempt.py",
-            "if newest is not None and known is not None and newest > known:",
+            "if known is not None and newest > known:",
             "if False:",
         ),
     ),
@@ -166,10 +166,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a row that was cut is forgotten",
         (
             "_table.py",
-            "                row.state = RowState.WAITING\n"
-            "                self._buffer.wait_cut(row)\n"
-            '                return "waiting"',
-            '                row.state = RowState.WAITING\n                return "waiting"',
+            "                self._buffer.wait_cut(row)\n",
+            "",
         ),
     ),
     _mutant(
@@ -319,10 +317,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "verdict kept on an aborted sample",
         (
             "_members.py",
-            "        return freeze_rollout(self._known(index), Status.ABORTED)\n",
+            "        sample = freeze_rollout(rollout, Status.ABORTED)\n",
             "        from ._records import Verdict\n"
-            "        aborted = freeze_rollout(self._known(index), Status.ABORTED)\n"
-            "        return evolve(aborted, verdict=Verdict(0.0))\n",
+            "        aborted = freeze_rollout(rollout, Status.ABORTED)\n"
+            "        sample = evolve(aborted, verdict=Verdict(0.0))\n",
         ),
         (
             "_records.py",
@@ -344,7 +342,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a reply without a token is an answer",
         (
             "_context.py",
-            "        if attempts and start == len(self._response):\n",
+            "        if self._tries and start == len(self._response):\n",
             "        if False:\n",
         ),
     ),
@@ -353,8 +351,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "turns take no slot",
         (
             "_gate.py",
-            "            async with self._slots:\n",
-            "            async with Slots(None):\n",
+            "            if not self.slots.take():\n                await self.slots.acquire()\n",
+            "            if not self.slots.take():\n                self.slots.used += 1\n",
         ),
     ),
 )

@@ -7,6 +7,8 @@ Everything here is public and used by rollnest's own tests. Hypothesis strategie
 from __future__ import annotations
 
 from ._check import check_sample as check_sample
+from ._check_loop import LoopReport as LoopReport
+from ._check_loop import check_loop as check_loop
 from ._clock import VirtualEventLoop as VirtualEventLoop
 from ._clock import VirtualTimeStuck as VirtualTimeStuck
 from ._clock import free_running_threads as free_running_threads
@@ -20,4 +22,5 @@ from ._scripted import Stall as Stall
 from ._scripted import expected_logprob as expected_logprob
 from ._scripted import expected_token as expected_token
 from ._steps import StepReport as StepReport
+from ._steps import act_at_steps as act_at_steps
 from ._steps import cancel_at_step as cancel_at_step

@@ -44,6 +44,14 @@ class RecordingInstrument(Instrument):
         """Records it."""
         self.events.append(("turn_ended", attempt.id, attempt.finish_reason))
 
+    def tool_started(self, key: str, name: str, again: bool) -> None:
+        """Records it."""
+        self.events.append(("tool_started", key, name, again))
+
+    def tool_ended(self, key: str, name: str, again: bool) -> None:
+        """Records it."""
+        self.events.append(("tool_ended", key, name, again))
+
     def sample_ended(self, sample: Sample) -> None:
         """Records it."""
         self.samples.append(sample)

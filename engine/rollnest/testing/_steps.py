@@ -1,7 +1,7 @@
-"""Cancels an operation before its k-th scheduler step, under virtual time.
+"""Does something to an operation before its k-th scheduler step, under virtual time: cancels it, most of all.
 
 A step is one time that the event loop resumes something: a task on trio, a callback on asyncio. Run for every k until
-the operation completes, this cancels every await point in every state that the operation can be in.
+the operation completes, this meets every await point in every state that the operation can be in.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
 from typing import Literal, TypeVarTuple
 
@@ -18,7 +18,7 @@ from attrs import frozen
 
 from ._clock import VirtualEventLoop, virtual_backends
 
-__all__ = ["StepReport", "cancel_at_step"]
+__all__ = ["StepReport", "act_at_steps", "cancel_at_step"]
 
 Ts = TypeVarTuple("Ts")
 
@@ -29,34 +29,40 @@ class StepReport:
 
     Attributes:
         steps: Scheduler steps from the operation's beginning to its end.
-        cancelled: Whether the cancellation came while the operation ran.
+        acted: How many of the actions were done while the operation ran.
         tasks_left: Tasks that were alive after the operation and not before.
         threads_left: Names of non-daemon threads that outlived the event loop.
     """
 
     steps: int
-    cancelled: bool
+    acted: int
     tasks_left: int
     threads_left: tuple[str, ...]
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether the cancellation came while the operation ran."""
+        return self.acted > 0
+
 
 class _Counter:
-    """Counts steps while the operation runs, and cancels it before one of them."""
+    """Counts steps while the operation runs, and does something before some of them."""
 
-    def __init__(self, at: int) -> None:
-        self.at = at
+    def __init__(self, actions: Mapping[int, Callable[[], object]]) -> None:
+        self.actions = dict(actions)
         self.steps = 0
-        self.cancel: Callable[[], object] | None = None
-        self.cancelled = False
+        self.running = False
+        self.done = 0
         self.tasks_left = 0
 
     def step(self) -> None:
-        if self.cancel is None:
+        if not self.running:
             return
         self.steps += 1
-        if self.steps == self.at:
-            self.cancelled = True
-            self.cancel()
+        action = self.actions.get(self.steps)
+        if action is not None:
+            self.done += 1
+            action()
 
 
 class _CountingLoop(VirtualEventLoop):
@@ -92,31 +98,61 @@ def cancel_at_step(
     """
     if native and backend != "asyncio":
         raise ValueError(f"native cancellation is asyncio's, got backend={backend!r}")
-    counter = _Counter(step)
+    cancel: Callable[[], object] | None = None
+
+    async def cancellable() -> None:
+        nonlocal cancel
+        with anyio.CancelScope() as scope:
+            task = asyncio.current_task() if native else None
+            cancel = scope.cancel if task is None else task.cancel
+            await operation()
+
+    def act() -> None:
+        assert cancel is not None
+        cancel()
+
+    return act_at_steps(cancellable, {step: act}, backend=backend)
+
+
+def act_at_steps(
+    operation: Callable[[], Awaitable[object]],
+    actions: Mapping[int, Callable[[], object]],
+    *,
+    backend: Literal["asyncio", "trio"],
+) -> StepReport:
+    """Runs an async function in an event loop of its own, and does something before some of its steps.
+
+    Args:
+        operation: The function. An error that it raises comes out, a cancellation that an action caused does not.
+        actions: What to call before which step, counted from 1: to set an event, to cancel a scope. It must be quick.
+        backend: Which event loop.
+
+    Returns:
+        What happened; `acted` says how many actions were done before the operation ended.
+    """
+    counter = _Counter(actions)
 
     async def main() -> None:
         before = _living_tasks()
-        with anyio.CancelScope() as scope:
-            task = asyncio.current_task() if backend == "asyncio" else None
-            counter.cancel = task.cancel if native and task is not None else scope.cancel
-            try:
-                await operation()
-            finally:
-                counter.cancel = None
-                counter.tasks_left = _living_tasks() - before
+        counter.running = True
+        try:
+            await operation()
+        finally:
+            counter.running = False
+            counter.tasks_left = _living_tasks() - before
 
     threads_before = set(threading.enumerate())
     try:
         _run(main, counter, backend)
     except asyncio.CancelledError:
-        if not counter.cancelled:
+        if not counter.done:
             raise
     threads = set(threading.enumerate()) - threads_before
     for thread in threads:
         if not thread.daemon:
             thread.join(5)
     left = tuple(t.name for t in threads if t.is_alive() and not t.daemon)
-    return StepReport(counter.steps, counter.cancelled, counter.tasks_left, left)
+    return StepReport(counter.steps, counter.done, counter.tasks_left, left)
 
 
 def _run(main: Callable[[], Awaitable[None]], counter: _Counter, backend: str) -> None:
