@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import numpy as np
@@ -22,6 +22,7 @@ from rollnest import (
     Capabilities,
     Capacity,
     Engine,
+    FailurePolicy,
     Limits,
     Prompt,
     Rollout,
@@ -242,6 +243,36 @@ def cases() -> list[Case]:
         ),
         Case(
             "group size 0", raising(lambda: task(group_size=0)), "ValueError", ("group_size", "0")
+        ),
+        Case(
+            "fewer than no spare members",
+            raising(lambda: task(redundancy=-1)),
+            "ValueError",
+            ("redundancy", "-1"),
+        ),
+        Case(
+            "an unknown policy for dead members",
+            raising(lambda: FailurePolicy(on_dead_member=cast("Any", "ignore"))),
+            "ValueError",
+            ("on_dead_member", "ignore"),
+        ),
+        Case(
+            "a least group size where nothing shrinks",
+            raising(lambda: FailurePolicy(min_members=2)),
+            "ValueError",
+            ("min_members", "2", "'drop'"),
+        ),
+        Case(
+            "a least group size above the group's",
+            raising(lambda: task(failures=FailurePolicy(on_dead_member="shrink", min_members=2))),
+            "ValueError",
+            ("min_members", "2", "group_size 1"),
+        ),
+        Case(
+            "a refine that leaves nobody",
+            producing(refine=lambda group: []),
+            status="COMPLETED",
+            ledger="dropped: {'filter': 1}, 1 request",
         ),
         Case(
             "batch size 0",

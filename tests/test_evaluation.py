@@ -18,6 +18,7 @@ from rollnest import (
     Capacity,
     Engine,
     EvalResult,
+    FailurePolicy,
     PauseMode,
     Prompt,
     Rollout,
@@ -178,6 +179,28 @@ async def test_failures_are_counted_and_are_no_reward() -> None:
     assert lost.score is None
     assert engine.statistics().tasks["task"].dropped == {}
     settled(engine, controller)
+
+
+@anyio_only
+async def test_a_failure_policy_takes_no_sample_out_of_the_result() -> None:
+    tries: list[str] = []
+
+    async def loop(rollout: Rollout) -> None:
+        tries.append(rollout.uid)
+        await rollout.generate()
+        if rollout.index == 0:
+            raise ValueError("broken environment")
+
+    async with Engine(ScriptedController(rate=10.0), spec()) as engine:
+        shrink = FailurePolicy(on_dead_member="shrink", min_members=1, max_failures_in_a_row=1)
+        whole = await engine.evaluate(heldout(loop=loop, failures=shrink))
+        assert len(tries) == len(whole.samples)
+        retry = FailurePolicy(on_dead_member="retry", retries=2, min_members=1)
+        again = await engine.evaluate(heldout(loop=loop, failures=retry))
+    assert len(whole.samples) == len(again.samples)
+    assert whole.failures == again.failures
+    assert whole.failures["loop"] == len(whole.groups)
+    assert len(tries) == len(whole.samples) * 2 + 2 * len(whole.groups)
 
 
 async def _raise(rollout: Rollout) -> None:

@@ -19,6 +19,7 @@ from ._loops import AgentLoop as AgentLoop
 from ._loops import SingleTurnLoop as SingleTurnLoop
 from ._loops import ToolLoop as ToolLoop
 from ._options import Capacity as Capacity
+from ._options import FailurePolicy as FailurePolicy
 from ._options import Limits as Limits
 from ._options import Sampling as Sampling
 from ._pause import Pause as Pause

@@ -25,7 +25,7 @@ from ._gate import Gate
 from ._group import GroupRunner
 from ._instruments import Instruments
 from ._judging import Judging
-from ._options import Sampling
+from ._options import FailurePolicy, Sampling
 from ._producer import Producer
 from ._records import EvalResult, Sample
 from ._response import CONTEXT_VERSION
@@ -40,6 +40,15 @@ __all__ = ["Evaluation", "Evaluations", "OnUpdate"]
 
 OnUpdate: TypeAlias = Literal["wait", "cancel", "mark"]
 """What new weights mean to an evaluation that runs."""
+
+
+def _all_counted(failures: FailurePolicy) -> FailurePolicy:
+    """A policy by which every sample is in the result: nobody leaves a group, and failures end no engine."""
+    return FailurePolicy(
+        on_dead_member="retry" if failures.on_dead_member == "retry" else "drop",
+        retries=failures.retries,
+        max_failures_in_a_row=None,
+    )
 
 
 @frozen
@@ -111,7 +120,9 @@ class Evaluation:
             epochs=1,
             shuffle=False,
             redundancy=0,
+            refine=None,
             keep=None,
+            failures=_all_counted(spec.failures),
             starve_after=sys.maxsize,
         )
         self.counters = TokenCounters()

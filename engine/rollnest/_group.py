@@ -7,7 +7,8 @@ others are frozen as ABORTED with everything they received.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from anyio import current_effective_deadline, get_cancelled_exc_class
 from attrs import evolve
@@ -25,6 +26,10 @@ from ._task import TaskSpec
 from .errors import leaves
 
 __all__ = ["GroupRunner"]
+
+
+REFINED = "refined"
+"""Why a member left that the task's `refine` did not choose."""
 
 
 class GroupRunner:
@@ -53,7 +58,7 @@ class GroupRunner:
         self._on_settled = on_settled
         self._on_break = on_break
         self._to_the_end = to_the_end
-        self._streak = FailureStreak(spec.name, None, on_break)
+        self._streak = FailureStreak(spec.name, spec.failures.max_failures_in_a_row, on_break)
         self._by_group_loop = overrides_generate_group(spec.loop)
         self.produced = Produced()
         self.live: set[Members] = set()
@@ -119,7 +124,8 @@ class GroupRunner:
             if sample.status is Status.COMPLETED and sample.index not in row.kept:
                 self.produced.add(sample)
         try:
-            samples = self._filtered(row, samples)
+            samples = self._chosen(self._refined, row, samples)
+            samples = self._chosen(self._filtered, row, samples)
         except BaseException as error:  # an exit, or Ctrl-C: the row settles all the same
             samples = _all_failed(samples, error)
             self._on_break("production failed", error)
@@ -129,20 +135,50 @@ class GroupRunner:
             self._services.instruments.tell("group_ended", row.members, outcome)
             self._on_settled(row)
 
-    def _filtered(self, row: Row, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """Asks the user's filter, if every member completed; others are left to their status."""
-        keep = self._spec.keep
-        if keep is None or any(sample.status is not Status.COMPLETED for sample in samples):
+    def _chosen(
+        self,
+        choose: Callable[[Row, Sequence[Sample]], Sequence[Sample]],
+        row: Row,
+        samples: Sequence[Sample],
+    ) -> Sequence[Sample]:
+        """Asks one of the user's functions, if every member completed; others are left to their status."""
+        if any(sample.status is not Status.COMPLETED for sample in samples):
             return samples
         try:
-            answer: object = keep(Group(self._spec.name, row.prompt, row.visit, samples))
-            if answer not in (True, False):  # numpy's bools too
-                raise TypeError(f"keep must answer a bool, got {answer!r}")
+            return choose(row, samples)
         except Exception as error:
             return _all_failed(samples, error)
-        if answer:
+
+    def _refined(self, row: Row, samples: Sequence[Sample]) -> Sequence[Sample]:
+        refine = self._spec.refine
+        if refine is None:
             return samples
-        return [evolve(sample, status=Status.FILTERED) for sample in samples]
+        answer: Any = refine(Group(self._spec.name, row.prompt, row.visit, samples))
+        if not isinstance(answer, Group | Iterable) or isinstance(answer, str | bytes | Mapping):
+            raise TypeError(f"refine must return samples of the group, got {answer!r}")
+        chosen: list[Any] = list(
+            cast("Any", answer.samples if isinstance(answer, Group) else answer)
+        )
+        if not chosen:
+            raise ValueError("refine must leave at least one sample, got none")
+        given = {id(sample): sample for sample in samples}
+        for sample in chosen:
+            if given.pop(id(sample), None) is None:
+                raise ValueError(
+                    f"refine must return each sample of the group once at most, got {sample!r}"
+                )
+        for sample in given.values():
+            self._table.let_go(sample, REFINED)
+        return chosen
+
+    def _filtered(self, row: Row, samples: Sequence[Sample]) -> Sequence[Sample]:
+        keep = self._spec.keep
+        if keep is None:
+            return samples
+        answer: object = keep(Group(self._spec.name, row.prompt, row.visit, samples))
+        if answer not in (True, False):  # numpy's bools too
+            raise TypeError(f"keep must answer a bool, got {answer!r}")
+        return samples if answer else [evolve(s, status=Status.FILTERED) for s in samples]
 
 
 def _all_failed(samples: Sequence[Sample], error: BaseException) -> Sequence[Sample]:

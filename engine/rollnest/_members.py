@@ -378,11 +378,10 @@ class Members:
     def leave(self, index: int, reason: str) -> Sample:
         """Takes a member out of the group. One that has not ended must not run; it is aborted."""
         sample = self.ended(index)
-        if self.samples.pop(index, None) is not None:
-            self._count(sample, -1)
+        self._take(sample)
         del self._indexes[index]
         self.rollouts.pop(index, None)
-        self._let_go(sample, reason)
+        self._table.let_go(sample, reason)
         return sample
 
     def ended(self, index: int) -> Sample:
@@ -392,11 +391,8 @@ class Members:
     def replace(self, sample: Sample, reason: str) -> Rollout:
         """Takes a member out of the group and puts a fresh one in its place."""
         index = sample.index
-        self.unjudged.pop(index, None)
-        if self.samples.pop(index, None) is not None:
-            self._count(sample, -1)
-        self._let_go(sample, reason)
-        self._left.pop(index, None)
+        self._take(sample)
+        self._table.let_go(sample, reason)
         self._table.members += 1
         self._places[index] += 1
         rollout = self.rollouts[index] = self._rollout(index, self._places[index])
@@ -490,10 +486,19 @@ class Members:
 
     def _can_do_with(self, alive: int) -> bool:
         """Whether so many members make a group."""
-        return alive >= self._spec.group_size
+        return alive >= self._spec.failures.least(self._spec.group_size)
 
     def _may_retry(self, sample: Sample, whose: int) -> bool:
-        return False
+        """Counts that a failure is to be made up for by another try; false if that happened too often."""
+        policy, failure = self._spec.failures, sample.failure
+        if policy.on_dead_member != "retry" or failure is None or failure.kind == "data":
+            return False
+        if self._cut_short or self._failures[whose, failure.kind] >= policy.retries:
+            return False
+        if whose != _GROUP and self.count - self._failed > self._spec.group_size:
+            return False  # a spare one makes up for it
+        self._failures[whose, failure.kind] += 1
+        return True
 
     def _note_failure(self, sample: Sample) -> None:
         """Counts a failure; those of a prompt, and of the group's judger, are all members' and count once."""
@@ -509,12 +514,19 @@ class Members:
             self._noted.add(kind)
         self._streak.failed(sample.uid, failure)
 
-    def _let_go(self, sample: Sample, reason: str) -> None:
-        if sample.status is Status.ABORTED or self._waits(sample):
-            self._services.instruments.tell("sample_ended", sample)  # else it was told
+    def _take(self, sample: Sample) -> None:
+        """Takes a sample out of those of the group; an instrument that has not heard of it does now."""
+        index = sample.index
+        self.unjudged.pop(index, None)
+        self.journals.pop(index, None)
+        self._left.pop(index, None)
+        ended = self.samples.pop(index, None) is not None
+        if ended:
+            self._count(sample, -1)
+        if not ended or sample.status is Status.ABORTED or self._waits(sample):
+            self._services.instruments.tell("sample_ended", sample)
         if self._judging is not None:
-            self._judging.forget(sample.index)
-        self._table.let_go(sample, reason)
+            self._judging.forget(index)
 
     def _waits(self, sample: Sample) -> bool:
         """Whether a sample waits to be judged with its siblings."""

@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from attrs import Attribute, field, frozen
+from attrs.validators import in_
 
 from ._checks import check_whole, real, whole
 
-__all__ = ["Capacity", "Limits", "Sampling"]
+__all__ = ["Capacity", "FailurePolicy", "Limits", "Sampling"]
 
 
 def _strings(value: str | Iterable[str]) -> tuple[str, ...]:
@@ -95,6 +96,45 @@ class Capacity:
     groups: int | None = field(default=None, validator=whole(1, optional=True))
     judges: int | None = field(default=32, validator=whole(1, optional=True))
     tools: int | None = field(default=64, validator=whole(1, optional=True))
+
+
+@frozen(kw_only=True)
+class FailurePolicy:
+    """What a dead member does to its group: one whose loop, tool, judger or request failed.
+
+    A spare member of `TaskSpec(redundancy=)` makes up for a dead one before anything else. A prompt that can't be used
+    fails all members alike, and is never retried.
+
+    Attributes:
+        on_dead_member: `"drop"` lets the group go; members that still generate are cancelled, for nothing could come
+            of them. `"retry"` runs the member again, fresh, with seeds of its own; a judger that failed is asked again
+            about the same answer. `"shrink"` goes on without it.
+        retries: How often `"retry"` runs each member again for each kind of failure.
+        min_members: Fewest members that make a group when the dead have left it. `None` is 2 (1 for groups of one) with
+            `"shrink"`; with `"retry"`, where it may be given too, the group is dropped once a retry has failed.
+        max_failures_in_a_row: After that many failures of the task without a sample that completed the engine breaks,
+            with the last of them as causes; `None` is never.
+    """
+
+    on_dead_member: Literal["drop", "retry", "shrink"] = field(
+        default="drop", validator=in_(("drop", "retry", "shrink"))
+    )
+    retries: int = field(default=1, validator=whole(0))
+    min_members: int | None = field(default=None, validator=whole(1, optional=True))
+    max_failures_in_a_row: int | None = field(default=100, validator=whole(1, optional=True))
+
+    def __attrs_post_init__(self) -> None:
+        if self.min_members is not None and self.on_dead_member == "drop":
+            raise ValueError(
+                "min_members is for on_dead_member='shrink' and 'retry', "
+                f"got {self.min_members} with 'drop'"
+            )
+
+    def least(self, group_size: int) -> int:
+        """Returns how many members make a group of this size at least."""
+        if self.min_members is not None:
+            return self.min_members
+        return min(2, group_size) if self.on_dead_member == "shrink" else group_size
 
 
 @frozen(kw_only=True)

@@ -12,9 +12,9 @@ from attrs.validators import instance_of, is_callable, optional
 from ._checks import real, text, whole
 from ._judgers import check_judger, process_judgers
 from ._loops import AgentLoop, SingleTurnLoop, as_loop, overrides_generate_group
-from ._options import Limits, Sampling
+from ._options import FailurePolicy, Limits, Sampling
 from ._process_judger import pack
-from ._records import Group, Message, Prompt
+from ._records import Group, Message, Prompt, Sample
 from ._strategies import ProduceStrategy, SyncStrategy
 from .abc import JudgerLike, PromptSource
 
@@ -123,9 +123,13 @@ class TaskSpec:
         max_context: Most tokens of prompt and response; `None` is the controller's.
         strategy: How many groups to start.
         weight: Share of each batch, relative to the other tasks' weights; 0 switches the task off.
+        refine: Returns those of a group's samples that are to be trained, in the order that they are to have. Asked
+            before `keep`, in the same way: once every member has completed and is judged, on the event loop. Who is
+            left out is counted as `"refined"`.
         keep: Says whether a group is worth training; dynamic sampling. Asked once every member has completed, on the
             event loop, so keep it short; a group it does not keep is dropped as `"filtered"`, and another drawn.
         starve_after: After that many batch shares of unusable groups in a row, `next_batch` raises `Starved`.
+        failures: What a dead member does to its group, and when the engine gives up.
         limits: How long things may take.
     """
 
@@ -152,13 +156,24 @@ class TaskSpec:
         default=SyncStrategy(), kw_only=True, validator=_check_strategy
     )
     weight: float = field(default=1.0, kw_only=True, validator=real(0))
+    refine: Callable[[Group], Iterable[Sample] | Group] | None = field(
+        default=None, kw_only=True, validator=optional(is_callable())
+    )
     keep: Callable[[Group], bool] | None = field(
         default=None, kw_only=True, validator=optional(is_callable())
     )
     starve_after: int = field(default=10, kw_only=True, validator=whole(1))
+    failures: FailurePolicy = field(
+        default=FailurePolicy(), kw_only=True, validator=instance_of(FailurePolicy)
+    )
     limits: Limits = field(default=Limits(), kw_only=True, validator=instance_of(Limits))
 
     def __attrs_post_init__(self) -> None:
+        least = self.failures.least(self.group_size)
+        if least > self.group_size:
+            raise ValueError(
+                f"failures.min_members must be <= group_size {self.group_size}, got {least}"
+            )
         if self.redundancy and overrides_generate_group(self.loop):
             raise ValueError(
                 f"redundancy must be 0 for a loop that overrides generate_group and can resample itself, "
