@@ -501,6 +501,34 @@ async def test_a_loop_that_cancels_itself_fails_and_the_evaluation_ends() -> Non
 
 
 @anyio_only
+async def test_the_tree_shows_evaluations_and_outages() -> None:
+    controller = ScriptedController(rate=1.0, stop_every=10_000)
+    async with Engine(controller, spec()) as engine, create_task_group() as group:
+        for _ in range(2):
+            group.start_soon(engine.evaluate, heldout(2))
+        await anyio.sleep(3)
+        tree = engine.tree()
+        assert [name for name, _ in tree.evaluations] == ["'heldout' (v0)"] * 2
+        assert str(tree).count("evaluation of 'heldout' (v0): 2 groups in flight") == 2
+        assert "the server (0 of 20 tokens" in str(tree)
+        assert len(tree.longest(10)) == 8
+        assert tree.outage is None
+    assert engine.tree().evaluations == ()
+
+    def down(attempt: Attempt) -> Reply:
+        return Reply([], error=InferenceError("503", retryable=True))
+
+    async with Engine(ScriptedController(down), spec()) as engine, create_task_group() as group:
+        group.start_soon(engine.evaluate, heldout(2))
+        await anyio.sleep(30)
+        assert "the server is down for 29.8 s, 570.2 s until the engine gives up" in str(
+            engine.tree()
+        )
+        assert "the server to answer a probe" in str(engine.tree())
+        group.cancel_scope.cancel()
+
+
+@anyio_only
 async def test_its_arguments_are_checked() -> None:
     controller = ScriptedController(
         capabilities=Capabilities(vocab_size=1000, max_context=64, sampling={"temperature", "stop"})

@@ -567,6 +567,12 @@ class Engine:
             },
             tasks={name: producer.tree(now, calls) for name, producer in parts.producers.items()},
             uncommitted=tuple(parts.delivery.uncommitted),
+            outage=parts.outage.state,
+            evaluations=tuple(
+                (f"{each.spec.name!r} (v{each.version})", each.producer.tree(now, calls))
+                for each in parts.evaluations.live
+                if each.version is not None
+            ),
         )
 
     def _consumer_tree(self, parts: _Parts, groups: int, since: float) -> ConsumerTree:

@@ -226,7 +226,7 @@ class Evaluations:
     def __init__(self, gate: Gate) -> None:
         self.count = 0
         self._gate = gate
-        self._all: set[Evaluation] = set()
+        self._all: dict[Evaluation, None] = {}  # a set, in order
         self._held = False
         self._ending = False
         self._tokens = 0  # of those that are over
@@ -253,7 +253,7 @@ class Evaluations:
 
         Cancellation: it is cancelled, and has settled.
         """
-        self._all.add(evaluation)
+        self._all[evaluation] = None
         self.count += 1
         try:
             with evaluation.producer.bell, evaluation.scope:
@@ -263,7 +263,7 @@ class Evaluations:
                     await self._changed.wait()
                 await evaluation.run(self._gate.version)
         finally:
-            self._all.discard(evaluation)
+            del self._all[evaluation]
             self._tokens += evaluation.counters.committed
             self._tell()
         if evaluation.producer.exhausted:

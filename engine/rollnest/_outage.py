@@ -154,6 +154,16 @@ class Outage:
             self.seconds += seconds
             self._instruments.tell("outage_ended", seconds)
 
+    @property
+    def state(self) -> str | None:
+        """What is the matter, in words; `None` if nothing is."""
+        seconds = self._gate.open_seconds - self._barred_at
+        if self._on:
+            return f"the server is down for {seconds:.1f} s, {self.left:.1f} s until the engine gives up"
+        if self._gate.barred:
+            return f"the server is probed for {seconds:.1f} s, because requests failed"
+        return None
+
     def __repr__(self) -> str:
         if self._on:
             state = f"for {self._gate.open_seconds - self._barred_at:.1f} s, {self.left:.1f} s left"

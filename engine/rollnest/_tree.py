@@ -260,6 +260,9 @@ class EngineTree:
         slots: The bounds, and who uses them: `"turn"`, `"judge"`, `"tool"`.
         tasks: The tasks, by name.
         uncommitted: Indices of the batches that were handed over and not committed.
+        outage: What is known of the policy's server while it is down or suspected to be; `None` while it works.
+        evaluations: The evaluations that run, each with its name and version, in the order in which they began. Those
+            that wait for the end of a pause have not begun.
     """
 
     state: str
@@ -270,6 +273,8 @@ class EngineTree:
     slots: Mapping[str, SlotsTree] = field(factory=dict[str, SlotsTree])
     tasks: Mapping[str, TaskTree] = field(factory=dict[str, TaskTree])
     uncommitted: tuple[int, ...] = ()
+    outage: str | None = None
+    evaluations: tuple[tuple[str, TaskTree], ...] = ()
 
     def longest(self, count: int = 5) -> tuple[tuple[str, Wait], ...]:
         """The longest waits of live samples and groups, each with the name of who waits.
@@ -278,7 +283,7 @@ class EngineTree:
         """
         waits = [
             named
-            for task in self.tasks.values()
+            for task in (*self.tasks.values(), *(task for _, task in self.evaluations))
             for group in task.groups
             for named in group.all_waits
             if named[1].kind != "siblings"
@@ -305,6 +310,8 @@ class EngineTree:
         yield f"engine {self.state}, v{self.version}, {turns} at the server"
         if self.pause is not None:
             yield f"  {self.pause}"
+        if self.outage is not None:
+            yield f"  {self.outage}"
         if self.consumer is not None:
             yield f"  {self.consumer}"
         if self.uncommitted:
@@ -313,8 +320,10 @@ class EngineTree:
             yield f"  {name} slots: {slots}"
             if name != "turn":  # who holds a turn slot stands with its sample
                 yield from (f"    {holder}" for holder in slots.holders)
-        for name, task in self.tasks.items():
-            yield f"  task {name!r}: {task}"
+        tasks = [(f"task {name!r}", task) for name, task in self.tasks.items()]
+        tasks += [(f"evaluation of {name}", task) for name, task in self.evaluations]
+        for name, task in tasks:
+            yield f"  {name}: {task}"
             for group in task.groups[:most]:
                 yield f"    {group}"
                 yield from (f"      {sample}" for sample in group.samples if sample.waits)

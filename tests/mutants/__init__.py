@@ -53,8 +53,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "mask includes context",
         (
             "_records.py",
-            "return self.response.origin",
-            "return memoryview(bytes([1]) * len(self.response))",
+            "        if not self.trained_from:\n            return origin\n",
+            "        if not self.trained_from:\n            return memoryview(bytes([1]) * len(origin))\n",
         ),
     ),
     _mutant(
