@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from random import Random
 from typing import Any, Literal, cast
 
@@ -36,6 +36,7 @@ from rollnest import (
     TaskSpec,
     Turn,
 )
+from rollnest._attempt import PROBE
 from rollnest.abc import Attempt, FinishReason, Instrument, PauseMode, WeightSource
 from rollnest.errors import InferenceError, LoopError, ToolError
 from rollnest.testing import (
@@ -600,6 +601,11 @@ class World:
             self.fault("I10: a request was sent while the gate was closed")
         if attempt.version != self.version:
             self.fault(f"I3: a request of version {attempt.version}, the server has {self.version}")
+        if attempt.affinity == PROBE:
+            self.fired["the engine: a probe"] += 1
+            if attempt.max_tokens != 1:
+                self.fault(f"a probe of {attempt.max_tokens} tokens")
+            return request
         task, _, visit, index = attempt.affinity.split("/")
         track = self.tracks[task, int(visit), int(index)]
         strands = [s for s in track.strands if s.prompt[0] == prompt[0] and s.asked is not None]
@@ -850,7 +856,9 @@ class Server(ScriptedController):
         request = self.world.arrived(attempt)
         started = self.world.open_seconds()
         try:
-            with self.world.counted("turns"):
+            # A probe waits for no slot.
+            probe = attempt.affinity == PROBE
+            with nullcontext() if probe else self.world.counted("turns"):
                 if mood.fault == "mute":
                     self.world.fired["the server: mute"] += 1
                     await sleep(mood.per_token)

@@ -20,6 +20,9 @@ from .errors import InferenceError
 __all__ = ["Attempt", "FinishReason", "TokenCounters"]
 
 
+PROBE = "probe"
+"""The affinity of requests that belong to no rollout."""
+
 _random_bits = SystemRandom().getrandbits
 
 
@@ -91,7 +94,8 @@ class Attempt:
         max_tokens: Most tokens this attempt may bring, >= 1.
         sampling: The turn's sampling; `seed` is resolved, `min_tokens` is what remains. Its own `max_tokens` is
             the turn's whole cap: send the attempt's.
-        affinity: The same for all attempts of one rollout, so that a router can keep its prefix cache warm.
+        affinity: The same for all attempts of one rollout, so that a router can keep its prefix cache warm; `"probe"`
+            for a request that only asks whether the server answers.
         version: Weight version when the attempt started; what is committed without a version gets this one.
         finish_reason: Set by `finish`; `None` while the server is at it.
         detail: What the server said about the end, if anything.
@@ -279,7 +283,7 @@ class Attempt:
             self.prompt_ids,
             max_tokens=1,
             sampling=evolve(self.sampling, min_tokens=0),
-            affinity=self.affinity,
+            affinity=PROBE,
             version=version,
             vocab_size=self._vocab_size,
             counters=counters,

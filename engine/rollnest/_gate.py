@@ -135,20 +135,27 @@ class Gate:
     async def probe(
         self, build: Callable[[], Attempt], generate: Callable[[Attempt], Awaitable[None]]
     ) -> Attempt:
-        """Runs one attempt past the barrier, but not in a pause; it takes no slot, since those may all hang.
+        """Runs one attempt past the barrier, but not in a pause.
+
+        It waits for no slot: all of them may be held by turns that hang.
 
         Cancellation: as `pass_through`.
         """
         await self.wait_unpaused()
-        attempt = build()
-        scope = CancelScope()
-        self._in_flight[attempt] = scope
+        has_slot = self.slots.take()
         try:
-            with scope:
-                await generate(attempt)
+            attempt = build()
+            scope = CancelScope()
+            self._in_flight[attempt] = scope
+            try:
+                with scope:
+                    await generate(attempt)
+            finally:
+                self._end(attempt)
+            return attempt
         finally:
-            self._end(attempt)
-        return attempt
+            if has_slot:
+                self.slots.release()
 
     async def pass_through(
         self,

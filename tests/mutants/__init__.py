@@ -454,8 +454,8 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "probes in a pause",
             (
                 "_gate.py",
-                "        await self.wait_unpaused()\n        attempt = build()",
-                "        attempt = build()",
+                "        await self.wait_unpaused()\n        has_slot",
+                "        has_slot",
             ),
             ("_prober.py", "        await gate.wait_unpaused()\n", ""),
         ),
