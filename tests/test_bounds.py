@@ -107,6 +107,7 @@ BOUNDS: Mapping[str, int] = {
     "Members._missing": GROUP,
     "Members._prompt_ids": 64,
     "Members.run:unjudged": GROUP,
+    "GroupFigures.oldest_versions": GROUP,
     "Row.kept": GROUP,
     "Row.unjudged": GROUP,
     "GroupJudging._own": 1,
@@ -425,6 +426,9 @@ class Trainer:
                 mode = list(PauseMode)[self.batches // 4 % len(PauseMode)]
                 async with self.engine.paused(mode, grace=1.0) as pause:
                     await pause.update_weights({})
+            if self.batches % 20 == 0:
+                result = await self.engine.evaluate("tools", limit=2)
+                self.sums["evaluated"] += len(result.samples)
 
     def _add(self, batch: Batch) -> None:
         assert all(group.status is Status.COMPLETED for group in batch.groups)
@@ -492,7 +496,13 @@ class Run:
     def check_mixed(self) -> None:
         """The run had something of everything."""
         sums = self.trainer.sums
-        wanted = ["lag 0", "lag 1", "expired", *(f"dropped {reason}" for reason in REASONS)]
+        wanted = [
+            "lag 0",
+            "lag 1",
+            "expired",
+            "evaluated",
+            *(f"dropped {reason}" for reason in REASONS),
+        ]
         assert all(sums[name] > 0 for name in wanted), sums
 
 

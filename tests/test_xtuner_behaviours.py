@@ -15,7 +15,6 @@ INVENTORY = TESTS / "data" / "xtuner_tests.toml"
 
 PENDING = {
     "nothing is produced after a restart until weights are known",
-    "evaluation comes before production goes on",
 }
 """Of this issue, and not built yet; to be empty when it is closed."""
 
