@@ -10,6 +10,7 @@ from anyio import create_task_group, sleep
 from anyio.lowlevel import checkpoint
 
 from rollnest import (
+    AsyncStrategy,
     Batch,
     Engine,
     PauseMode,
@@ -519,3 +520,21 @@ async def test_evicted_again_before_there_is_anything_to_run(steps: int) -> None
     statistics = engine.statistics().tasks["task"]
     assert statistics.diverged == 0
     assert statistics.members == 2
+
+
+async def test_without_partials_a_turn_that_its_loop_cut_begins_again() -> None:
+    async def loop(rollout: Rollout) -> None:
+        with anyio.move_on_after(2.5):
+            await rollout.generate(max_tokens=4)
+        await rollout.generate()
+
+    controller = server(stream=True)
+    task = task_of(loop, strategy=AsyncStrategy(partial=False))
+    async with Engine(controller, task, batch_size=1) as engine:
+        (sample,) = (await evicted(engine, 3.2)).samples
+        statistics = engine.statistics().tasks["task"]
+    check_sample(sample)
+    assert [len(turn) for turn in sample.turns] == [2, 2]
+    assert (statistics.restarted_turns, statistics.replayed_turns) == (1, 0)
+    assert statistics.tokens_discarded == 2
+    assert_conserved(engine, committed=controller.committed)
