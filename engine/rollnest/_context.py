@@ -217,6 +217,7 @@ class Context:
         "_outcome",
         "_prompt_ids",
         "_record",
+        "_request",
         "_reserved",
         "_response",
         "_running",
@@ -243,6 +244,7 @@ class Context:
         self._begun = 0  # where the turn that is running began
         self._reserved = 0  # how far the turn that is running may take the response
         self._running: Attempt | None = None
+        self._request: tuple[Sampling, int, int]  # of the attempt: its sampling, where its turn starts, its cap
         self._since = 0.0  # when the turn began to wait for the gate, or went through
         self._mark = 0  # requests that had failed in all when the last attempt was sent
         self._tries = 0  # requests of the turn that is running
@@ -555,7 +557,7 @@ class Context:
             services.counters.resumed_turns += 1
         text: str | None = None
         if services.tokenizer is not None:
-            text = services.tokenizer.decode(self._response[start:].ids.tolist())
+            text = services.tokenizer.decode(self._response.packed_ids[start:].tolist())
         return Turn(
             reason,
             text,
@@ -577,31 +579,19 @@ class Context:
         Returns:
             The attempt, and why it failed, if it may be sent again.
         """
-        core, services = self._core, self._core.services
-        core.attempts += 1
-        number = core.attempts
-        attempt: Attempt | None = None
-        usable = False
-
-        def build() -> Attempt:
-            nonlocal attempt, usable
-            attempt = self._attempt(sampling, start, cap, number)
-            usable = True
-            self._tries += 1
-            self._running = attempt
-            self._since = services.gate.clock()
-            self._mark = services.outage.failures
-            services.instruments.tell("turn_started", attempt)
-            return attempt
-
+        services = self._core.services
+        self._request = sampling, start, cap
+        usable = True
         failure: InferenceError | None = None
         try:
-            done = await services.gate.pass_through(build, services.controller.generate, limit)
+            done = await services.gate.pass_through(
+                self._begin_attempt, services.controller.generate, limit
+            )
             if not services.partial and self._is_partial(done, sampling):
                 usable = False
                 services.counters.restarted_turns += 1
         except Exception as error:
-            failure = self._failure(error)
+            failure, attempt = self._failure(error), self._running
             usable = failure.retryable and attempt is not None and bool(attempt.received)
             if usable and not services.partial:
                 usable = False
@@ -611,7 +601,7 @@ class Context:
                     raise
                 raise failure from error
         finally:
-            self._running = None
+            attempt, self._running = self._running, None
             if attempt is not None:
                 stopped = self._keep(attempt, sampling, start, usable)
                 if usable:
@@ -619,6 +609,17 @@ class Context:
                 services.instruments.tell("turn_ended", attempt)
         assert attempt is not None
         return attempt, failure
+
+    def _begin_attempt(self) -> Attempt:
+        """Makes the attempt, once the gate is passed."""
+        core, services = self._core, self._core.services
+        core.attempts += 1
+        self._running = attempt = self._attempt(*self._request, core.attempts)
+        self._tries += 1
+        self._since = services.gate.clock()
+        self._mark = services.outage.failures
+        services.instruments.tell("turn_started", attempt)
+        return attempt
 
     def _failure(self, error: Exception) -> InferenceError:
         """What a request failed with, as the controller's error."""

@@ -27,6 +27,9 @@ from .errors import InferenceError
 __all__ = ["Gate", "Limit", "OverLimit"]
 
 
+_NO_LIMIT = nullcontext()
+
+
 class OverLimit(Exception):
     """A limit of ours is over; apart from any `TimeoutError` that user code raises itself."""
 
@@ -226,7 +229,7 @@ class Gate:
 
     def limit(self, seconds: float | None) -> AbstractContextManager[None]:
         """A limit in seconds with the gate open; may be entered again to go on where it stopped."""
-        return nullcontext() if seconds is None else Limit(self, seconds)
+        return _NO_LIMIT if seconds is None else Limit(self, seconds)
 
     def enter_limit(self, limit: Limit) -> None:
         """Registers a running limit, so that shutting the gate stops it."""

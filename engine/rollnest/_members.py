@@ -280,35 +280,32 @@ class Members:
     async def _generate(self, rollout: Rollout) -> Sample:
         """Generates one sample."""
         seconds = self._spec.limits.sample
+        failure: Failure | None = None
         try:
             with self._services.gate.limit(seconds):
-                await self._play(rollout)
+                try:
+                    await self._spec.loop.generate_sample(rollout)
+                except Exception:
+                    if not must_restart(rollout):
+                        raise
+                if must_restart(rollout):
+                    rollout = self._restart(rollout)
+                    await self._spec.loop.generate_sample(rollout)
         except OverLimit:
             error = LoopError(f"the agent loop took over {seconds} s")
             failure = Failure.of("loop", error)
-            return freeze_rollout(self._playing(rollout), Status.FAILED, failure)
         except Exception as error:
             failure = Failure.of(kind_of(error), error)
-            return freeze_rollout(self._playing(rollout), Status.FAILED, failure)
-        return freeze_rollout(self._playing(rollout), Status.COMPLETED)
+        status = Status.COMPLETED if failure is None else Status.FAILED
+        return freeze_rollout(rollout, status, failure)
 
-    def _playing(self, rollout: Rollout) -> Rollout:
-        """A rollout, or the one that began anew in its place."""
-        return self.rollouts[rollout.index] if must_restart(rollout) else rollout
-
-    async def _play(self, rollout: Rollout) -> None:
-        """Runs the loop; once more, with another rollout, if a tool did not do the same again."""
-        try:
-            await self._spec.loop.generate_sample(rollout)
-        except Exception:
-            if not must_restart(rollout):
-                raise
-        if must_restart(rollout):
-            index = rollout.index
-            give_up_rollout(rollout)
-            del self._left[index]
-            self.rollouts[index] = self._rollout(index, self._places[index])
-            await self._spec.loop.generate_sample(self.rollouts[index])
+    def _restart(self, rollout: Rollout) -> Rollout:
+        """Puts another rollout in the place of one of which a tool did not do the same again; it begins anew."""
+        index = rollout.index
+        give_up_rollout(rollout)
+        del self._left[index]
+        self.rollouts[index] = fresh = self._rollout(index, self._places[index])
+        return fresh
 
     async def judge(self, sample: Sample) -> Sample:
         """Judges a completed sample as far as it can be judged by itself, and records it."""
