@@ -254,7 +254,7 @@ class Members:
         while True:
             sample = await self._generate(rollout)
             if sample.status is not Status.FAILED:
-                return await self.judge(sample)
+                return self.put(sample) if self._judging is None else await self.judge(sample)
             if not self._may_retry(sample, sample.index):
                 return self.put(sample)
             self._note_failure(sample)
