@@ -244,7 +244,9 @@ class Context:
         self._begun = 0  # where the turn that is running began
         self._reserved = 0  # how far the turn that is running may take the response
         self._running: Attempt | None = None
-        self._request: tuple[Sampling, int, int]  # of the attempt: its sampling, where its turn starts, its cap
+        self._request: tuple[
+            Sampling, int, int
+        ]  # of the attempt: its sampling, where its turn starts, its cap
         self._since = 0.0  # when the turn began to wait for the gate, or went through
         self._mark = 0  # requests that had failed in all when the last attempt was sent
         self._tries = 0  # requests of the turn that is running
