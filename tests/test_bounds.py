@@ -111,7 +111,6 @@ BOUNDS: Mapping[str, int] = {
     "GroupFigures.oldest_versions": GROUP,
     "Row.kept": GROUP,
     "Row.unjudged": GROUP,
-    "GroupFigures.oldest_versions": GROUP,
     "GroupJudging._own": 1,
     "RolloutCore.contexts": 2,
     "RolloutCore.turns": 3,
