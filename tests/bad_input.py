@@ -24,6 +24,7 @@ from rollnest import (
     Engine,
     FailurePolicy,
     Limits,
+    ProcessJudger,
     Prompt,
     Rollout,
     Sample,
@@ -173,6 +174,25 @@ async def generates_nothing(rollout: Rollout) -> None:
     pass
 
 
+class AnswersLater:
+    async def judge(self, sample: Sample) -> float:
+        return 1.0
+
+    def __repr__(self) -> str:
+        return "AnswersLater()"
+
+
+class HoldsLock:
+    def judge(self, sample: Sample) -> float:
+        return 1.0
+
+    def __reduce__(self) -> str:
+        raise TypeError("a lock can't be pickled")
+
+    def __repr__(self) -> str:
+        return "HoldsLock()"
+
+
 def judging(answer: object) -> Callable[[Sample], object]:
     def judge(sample: Sample) -> object:
         if isinstance(answer, Exception):
@@ -292,6 +312,30 @@ def cases() -> list[Case]:
             evaluating(on_update="drop"),
             "ValueError",
             ("on_update", "'drop'"),
+        ),
+        Case(
+            "no time until a stall is told",
+            raising(lambda: Engine(ScriptedController(), task(), stall_after=0)),
+            "ValueError",
+            ("stall_after", "0"),
+        ),
+        Case(
+            "a judger for processes that can't be pickled",
+            raising(lambda: ProcessJudger(HoldsLock())),
+            "TypeError",
+            ("judger of a ProcessJudger", "picklable", "HoldsLock()"),
+        ),
+        Case(
+            "an async judger for processes",
+            raising(lambda: ProcessJudger(AnswersLater())),
+            "TypeError",
+            ("judger of a ProcessJudger", "synchronous", "AnswersLater()"),
+        ),
+        Case(
+            "no process for a judger",
+            raising(lambda: ProcessJudger(AnswersLater(), workers=0)),
+            "ValueError",
+            ("workers", "0"),
         ),
         Case(
             "no time for an outage",

@@ -19,7 +19,7 @@ ADAPTERS = ROOT / "adapters" / "rollnest_adapters"
 # The table of docs/design.md, section 3. A module imports from its own layer or one below, never in a circle.
 LAYERS: list[list[str]] = [
     # 0: records
-    ["_attempt", "_checks", "_options", "_records", "_response", "abc", "errors"],
+    ["_attempt", "_checks", "_options", "_records", "_response", "_tree", "abc", "errors"],
     # 1: pure logic
     [
         "_admission",
@@ -38,7 +38,6 @@ LAYERS: list[list[str]] = [
         "_strategies",
         "_table",
         "_tools",
-        "_tree",
         "advantages",
     ],
     # 2: primitives
@@ -47,10 +46,12 @@ LAYERS: list[list[str]] = [
         "_clock",
         "_gate",
         "_instruments",
+        "_lag",
         "_outage",
         "_process_worker",
         "_processes",
         "_slots",
+        "_stall",
         "_workers",
     ],
     # 3: composition

@@ -58,6 +58,7 @@ from ._tree import HolderTree as HolderTree
 from ._tree import PauseTree as PauseTree
 from ._tree import SampleTree as SampleTree
 from ._tree import SlotsTree as SlotsTree
+from ._tree import StallReport as StallReport
 from ._tree import TaskTree as TaskTree
 from ._tree import Wait as Wait
 from ._tree import WaitKind as WaitKind

@@ -13,16 +13,27 @@ from typing import Any
 
 from anyio.lowlevel import current_token
 
-__all__ = ["clock_hold", "loop_clock", "set_clock_hold"]
+__all__ = ["clock_hold", "is_clock_virtual", "loop_clock", "set_virtual_clock"]
 
 _ClockHold = Callable[[], AbstractContextManager[None]]
 _clock_hold: _ClockHold = nullcontext
+_is_virtual: Callable[[], bool] = bool
 
 
-def set_clock_hold(hold: _ClockHold) -> None:
-    """The test kit's seam: a virtual clock must not jump while a thread or a process works."""
-    global _clock_hold
-    _clock_hold = hold
+def set_virtual_clock(hold: _ClockHold, is_virtual: Callable[[], bool]) -> None:
+    """The test kit's seam: a virtual clock must not jump while a thread or a process works.
+
+    Args:
+        hold: Keeps the running loop's clock from jumping, if it is a virtual one.
+        is_virtual: Says whether it is.
+    """
+    global _clock_hold, _is_virtual
+    _clock_hold, _is_virtual = hold, is_virtual
+
+
+def is_clock_virtual() -> bool:
+    """Whether the running loop's clock is a virtual one."""
+    return _is_virtual()
 
 
 def clock_hold() -> AbstractContextManager[None]:

@@ -394,7 +394,7 @@ class Context:
             return turn
         finally:
             self._busy = False
-            core.since = core.services.gate.clock()
+            core.since = core.services.gate.ended()
             self._reserved = 0
             end = len(self._response)
             if done is None and end > start:

@@ -32,7 +32,7 @@ class Delivery:
         allocation: Allocation,
         readings: Callable[[], Mapping[str, Reading]],
         is_exhausted: Callable[[str], bool],
-        on_expired: Callable[[str], None],
+        on_expired: Callable[[str, int], None],
         batch_size: int | None = None,
     ) -> None:
         self.batches = 0
@@ -121,8 +121,8 @@ class Delivery:
     def expire(self, version: int) -> None:
         """Moves what is too old for `version` to where it is drawn again. Versions only rise, so that is for good."""
         for name, table in self._tables.items():
-            if table.expire(version):
-                self._on_expired(name)
+            if count := table.expire(version):
+                self._on_expired(name, count)
 
     def commit(self, index: int) -> None:
         """Forgets a batch that was trained."""

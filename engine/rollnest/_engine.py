@@ -49,6 +49,7 @@ from ._gate import Gate
 from ._group import GroupRunner
 from ._instruments import Instruments
 from ._judging import Judging
+from ._lag import LagWatch
 from ._loops import overrides_generate_group
 from ._options import Capacity, Sampling
 from ._outage import Outage
@@ -61,11 +62,12 @@ from ._records import Batch, EvalResult
 from ._sampler import Sampler
 from ._slots import Call, Slots
 from ._source import SourceSampler
+from ._stall import StallWatch
 from ._statistics import EngineStatistics, Reading, TaskStatistics, read
 from ._strategies import is_freshest_first, keeps_partials, max_token_lag, tail_batch
 from ._table import EXPIRED_RETRIES, GroupTable, Row
 from ._task import TaskSpec
-from ._tree import ConsumerTree, EngineTree
+from ._tree import ConsumerTree, EngineTree, StallReport
 from ._workers import Workers
 from .abc import InferenceController, Instrument, PauseMode, Tokenizer
 from .errors import (
@@ -111,6 +113,7 @@ class _Parts:
     services: RolloutServices  # of one of the tasks; an evaluation's are made of them
     judging_of: Callable[[TaskSpec], Judging | None]
     evaluations: Evaluations
+    lag: LagWatch
 
 
 class Engine:
@@ -132,6 +135,9 @@ class Engine:
         control_timeout: Seconds that one control call of the controller (pause, resume) may take.
         outage: Seconds for which the policy's server may be down, pauses not counted. Requests that fail for a reason
             that may pass are sent again, and turns wait; after that long without one that worked, the engine breaks.
+        stall_after: Seconds with the gate open in which nothing ends (no turn, tool, judger or group) and no token
+            comes, until a `next_batch` that waits says so: one warning in the log names who waits for what. `None` is
+            never.
         exit_grace: Seconds at the end of the block for closing the controller, and for worker threads.
         version: Weight version that the policy starts with.
         seed: Of shuffles, `rollout.random` and derived sampling seeds.
@@ -157,6 +163,7 @@ class Engine:
         allocate: Allocate = by_weight,
         control_timeout: float = 30.0,
         outage: float = 600.0,
+        stall_after: float | None = 300.0,
         exit_grace: float = 5.0,
         version: int = 0,
         seed: int = 0,
@@ -174,6 +181,8 @@ class Engine:
             )
         check_real("control_timeout", control_timeout, 0, open_below=True)
         check_real("outage", outage, 0, open_below=True)
+        if stall_after is not None:
+            check_real("stall_after", stall_after, 0, open_below=True)
         check_real("exit_grace", exit_grace, 0)
         check_whole("version", version, 0)
         check_whole("seed", seed, 0)
@@ -186,6 +195,7 @@ class Engine:
         self._allocate = allocate
         self._control_timeout = control_timeout
         self._outage = outage
+        self._stall_after = stall_after
         self._exit_grace = exit_grace
         self._first_version = version
         self._seed = seed
@@ -294,6 +304,7 @@ class Engine:
             self._break("production failed", error)
         finally:
             try:
+                parts.lag.stop()
                 with CancelScope(shield=True):
                     await parts.evaluations.settled()  # they were cancelled
                     await parts.processes.close(self._exit_grace)
@@ -347,6 +358,7 @@ class Engine:
                 )
             return self._handed_over(parts, batch)
         self._consumer = n, parts.gate.clock()
+        watch = StallWatch(parts.gate, self._stall_after, wake=self._ready.ring)
         try:
             while True:
                 self._demand(parts, parts.delivery.plan(n).groups)
@@ -355,8 +367,11 @@ class Engine:
                 if batch is not None:
                     return self._handed_over(parts, batch)
                 _check_stuck(parts, n)
-                await self._ready.wait()
+                with watch.patience():
+                    await self._ready.wait()
                 self._usable()
+                if (seconds := watch.stalled()) is not None:
+                    self._tell_stall(StallReport(seconds, self.tree()))
         finally:
             self._consumer = None
             self._demand(parts, {})
@@ -517,7 +532,7 @@ class Engine:
         return EngineStatistics(
             version=parts.gate.version,
             batches=parts.delivery.batches,
-            turns_in_flight=len(parts.gate.in_flight),
+            turns_in_flight=parts.gate.turns,
             pauses=parts.gate.epoch,
             pause_seconds=parts.gate.closed_seconds,
             outages=parts.outage.count,
@@ -526,6 +541,7 @@ class Engine:
             probe_tokens=parts.outage.counters.committed,
             evaluations=parts.evaluations.count,
             evaluation_tokens=parts.evaluations.tokens,
+            loop_lag_max=parts.lag.longest,
             abandoned_threads=len(parts.workers.abandoned),
             tasks={
                 name: _task_statistics(producer, parts.counters[name])
@@ -555,7 +571,7 @@ class Engine:
         return EngineTree(
             state=state,
             version=parts.gate.version,
-            turns_in_flight=len(parts.gate.in_flight),
+            turns_in_flight=parts.gate.turns,
             pause=None if self._pausing is None else self._pausing.tree(now),
             consumer=None
             if self._consumer is None
@@ -646,9 +662,12 @@ class Engine:
             on_over=self._give_up,
         )
         workers = Workers()
+        instruments = self._instruments
         processes = Processes(clock, main_file())
-        judge_slots = Slots(self._capacity.judges, clock, name="judge slot")
-        tool_slots = Slots(self._capacity.tools, clock, name="tool slot")
+        judge_slots = Slots(
+            self._capacity.judges, clock, name="judge slot", instruments=instruments
+        )
+        tool_slots = Slots(self._capacity.tools, clock, name="tool slot", instruments=instruments)
         weights = {spec.name: spec.weight for spec in self._specs}
         allocation = Allocation(weights, self._allocate)
         admission = Admission(self._capacity.groups, weights)
@@ -739,14 +758,24 @@ class Engine:
                 for name, producer in producers.items()
             }
 
+        def expired(name: str, count: int) -> None:
+            self._instruments.tell("groups_expired", name, count)
+            admission.changed(name)
+
         delivery = Delivery(
             {name: producer.table for name, producer in producers.items()},
             allocation,
             readings,
             is_exhausted=lambda name: producers[name].exhausted,
-            on_expired=admission.changed,
+            on_expired=expired,
             batch_size=self._batch_size,
         )
+        lag = LagWatch(
+            lambda: gate.turns,
+            lambda: any(producer.table.flight for producer in producers.values()),
+            partial(self._instruments.tell, "loop_lagged"),
+        )
+        self._instruments.add(lag)
         return _Parts(
             gate=gate,
             outage=outage,
@@ -763,6 +792,7 @@ class Engine:
             services=services_of[self._specs[0].name],
             judging_of=judging_of,
             evaluations=Evaluations(gate),
+            lag=lag,
         )
 
     def _sampler(self, spec: TaskSpec, workers: Workers) -> Sampler | SourceSampler:
@@ -779,6 +809,10 @@ class Engine:
         parts = self._entered()
         parts.admission.changed(task)
         parts.eviction.settled()
+
+    def _tell_stall(self, report: StallReport) -> None:
+        _log.warning("%s\n  print(engine.tree()) shows everything", report)
+        self._instruments.tell("stalled", report)
 
     def _demand(self, parts: _Parts, shares: Mapping[str, int]) -> None:
         for name, producer in parts.producers.items():
@@ -822,6 +856,7 @@ class Engine:
         self._causes.extend(causes)
         _log.error("the engine is broken: %s", why, exc_info=cause)
         self._end_production()
+        self._instruments.tell("engine_broken", self._broken, causes[0])
 
     def _end_production(self) -> None:
         self._production.cancel()

@@ -47,6 +47,8 @@ class Gate:
         closed_seconds: Time it was closed, pauses that are over.
         clock: The event loop's time.
         slots: What bounds the turns in flight.
+        last_end: When something last ended: a turn, a tool, a judger, a group. Time with the gate closed is left out.
+        on_end: Called once when something ends next.
     """
 
     def __init__(
@@ -61,10 +63,25 @@ class Gate:
         self.closed_seconds: float = 0.0
         self.closed_since = 0.0
         self.slots = slots
+        self.last_end: float = clock()
+        self.on_end: Callable[[], None] | None = None
         self._opened = Event()
         self._in_flight: dict[Attempt, CancelScope] = {}
         self._until_quiet: CancelScope | None = None
         self._limits: set[Limit] = set()
+
+    def ended(self) -> float:
+        """Something has ended; returns the time."""
+        self.last_end = now = self.clock()
+        if self.on_end is not None:
+            told, self.on_end = self.on_end, None
+            told()
+        return now
+
+    @property
+    def turns(self) -> int:
+        """How many attempts are through and not back."""
+        return len(self._in_flight)
 
     @property
     def in_flight(self) -> list[Attempt]:
@@ -87,7 +104,9 @@ class Gate:
     def open(self) -> None:
         """Lets every waiting turn through, unless it is barred too."""
         self.closed = False
-        self.closed_seconds += self.clock() - self.closed_since
+        now = self.clock()
+        self.closed_seconds += now - self.closed_since
+        self.last_end = now - max(0.0, self.closed_since - self.last_end)
         self._unshut()
 
     def bar(self) -> None:

@@ -132,6 +132,7 @@ class GroupRunner:
             raise
         finally:
             outcome = self._table.settle(row, samples, seconds, members.journals)
+            self._services.gate.ended()
             self._services.instruments.tell("group_ended", row.members, outcome)
             self._on_settled(row)
 

@@ -31,6 +31,16 @@ class Instruments:
                 i for i in instruments if getattr(type(i), hook) is not getattr(Instrument, hook)
             ]
 
+    def add(self, instrument: Instrument) -> None:
+        """Adds one that hears only what it overrides, after the others."""
+        for hook, listeners in self._listeners.items():
+            if getattr(type(instrument), hook) is not getattr(Instrument, hook):
+                listeners.append(instrument)
+
+    def hears(self, hook: str) -> bool:
+        """Whether anybody hears a hook."""
+        return bool(self._listeners[hook])
+
     def tell(self, hook: str, *args: Any) -> None:
         """Calls one hook of every instrument that has it."""
         listening = self._listeners[hook]

@@ -101,6 +101,8 @@ class Judging:
                 return await self._ask(leaf, given, of, by)
             except OverLimit as error:
                 raise JudgeError(f"the judger took over {self._limit} s") from error
+            finally:
+                self._gate.ended()
 
     async def _ask(
         self, leaf: _Leaf, given: Sample | Sequence[Sample], of: Named, by: GroupJudging
@@ -360,7 +362,7 @@ class _PolicySlots(Slots):
     policy = True
 
     def __init__(self, slots: Slots, gate: Gate) -> None:
-        super().__init__(slots.size, slots.clock)
+        super().__init__(slots.size, slots.clock, name=slots.name, instruments=slots.instruments)
         self.calls = slots.calls
         self._slots = slots
         self._gate = gate

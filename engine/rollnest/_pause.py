@@ -58,8 +58,15 @@ class Pause:
         moved: Version that the trainer has published and the controller was not told of yet.
     """
 
-    def __init__(self, gate: Gate, controller: InferenceController, control_timeout: float) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        controller: InferenceController,
+        control_timeout: float,
+        instruments: Instruments,
+    ) -> None:
         self._gate = gate
+        self._instruments = instruments
         self._control_timeout = control_timeout
         self._controller = controller
         self.open = False
@@ -92,6 +99,7 @@ class Pause:
             self.weights = before if error.weights is WeightsState.OLD else error.weights
             if error.weights is WeightsState.NEW:
                 self._gate.version = version
+                self._instruments.tell("weights_updated", version)
             raise
         if reported is not None and reported != version:
             raise WeightUpdateFailed(
@@ -101,6 +109,7 @@ class Pause:
         self._gate.version = version
         self.weights = WeightsState.NEW
         self.moved = None
+        self._instruments.tell("weights_updated", version)
 
     def published(self, version: int) -> None:
         """Says that the trainer has moved new weights into the policy itself.
@@ -113,6 +122,7 @@ class Pause:
         """
         self._gate.version = self.moved = self._next(version)
         self.weights = WeightsState.NEW
+        self._instruments.tell("weights_updated", version)
 
     def _next(self, version: int | None) -> int:
         if not self.open:
@@ -183,7 +193,7 @@ class PauseContext:
             self._release()
             raise
         started = current_time()
-        pause = Pause(self._gate, self._controller, self._control_timeout)
+        pause = Pause(self._gate, self._controller, self._control_timeout, self._instruments)
         self._gate.close()
         self._instruments.tell("gate_closed", pause.turns_in_flight)
         try:
@@ -199,6 +209,8 @@ class PauseContext:
         except BaseException as error:
             # Nothing was changed: the old weights serve on, whatever kept the pause from coming about.
             await self._leave(error)
+            if isinstance(error, PauseFailed):
+                self._instruments.tell("pause_failed", error)
             raise
         pause.quiet_seconds = current_time() - started
         pause.open = True

@@ -357,7 +357,7 @@ class Rollout:
         except Exception as error:
             raise ToolError(f"tool {name} raised {describe(error)}") from error
         finally:
-            self._core.since = services.gate.clock()
+            self._core.since = services.gate.ended()
 
     def score(self, value: float, /, **parts: float) -> None:
         """Sets the sample's verdict; the task's judger isn't asked then. Calling it again replaces it.

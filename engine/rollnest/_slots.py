@@ -9,6 +9,7 @@ from typing import Protocol
 
 from anyio import CancelScope, Semaphore, current_time
 
+from ._instruments import Instruments
 from ._tree import HolderTree, SlotsTree, Wait, WaitKind
 
 __all__ = ["Call", "Named", "Slots", "SlotsLost"]
@@ -18,7 +19,7 @@ class SlotsLost(Exception):
     """Every slot is held by a thread that nobody can stop, and none came free in time."""
 
     def __init__(self, slots: Slots, patience: float) -> None:
-        names = ", ".join(sorted(call.name for call in slots.calls if call.abandoned))
+        names = ", ".join(sorted(call.name for call in slots.calls if call.abandoned is not None))
         super().__init__(
             f"no slot within {patience} s: all {slots.size} are held by threads that do not end: {names}"
         )
@@ -40,6 +41,9 @@ class Slots:
         lost: Of those, held by threads whose caller has gone.
         calls: Calls that wait for a slot, or hold one, in the order in which they came.
         name: What one is called.
+        instruments: They hear of the calls.
+        started: The hook of a call that got its slot, if there is one.
+        ended: The hook of a call that gave its slot back.
         policy: Whether they are taken only while the gate is open.
     """
 
@@ -51,7 +55,12 @@ class Slots:
         clock: Callable[[], float] = current_time,
         *,
         name: WaitKind = "turn slot",
+        instruments: Instruments | None = None,
     ) -> None:
+        self.instruments = instruments
+        judging = name == "judge slot"  # of tools, the rollout tells more than is known here
+        self.started = "judge_started" if judging else None
+        self.ended = "judge_ended" if judging else None
         self.size = size
         self.name: WaitKind = name
         self.clock = clock
@@ -116,7 +125,11 @@ class Slots:
             used=self.used,
             waiting=0 if self._semaphore is None else self._semaphore.statistics().tasks_waiting,
             holders=tuple(
-                HolderTree(name=call.name, seconds=now - call.since, abandoned=call.abandoned)
+                HolderTree(
+                    name=call.name,
+                    seconds=now - (call.since if call.abandoned is None else call.abandoned),
+                    abandoned=call.abandoned is not None,
+                )
                 for call in self.calls
                 if call.running
             ),
@@ -175,8 +188,8 @@ class Call:
         of: Whom it is for.
         by: Who waits for it.
         running: Whether it has its slot.
-        abandoned: Whether nobody waits for it any more, and a thread keeps its slot.
-        since: When it began to wait, to run or to be abandoned.
+        abandoned: Since when nobody waits for it any more, and a thread keeps its slot; `None` if that is not so.
+        since: When it began to wait, or to run.
     """
 
     __slots__ = ("abandoned", "by", "of", "running", "since", "slots", "what")
@@ -187,7 +200,7 @@ class Call:
         self.of = of
         self.by = by
         self.running = False
-        self.abandoned = False
+        self.abandoned: float | None = None
         self.since = slots.clock()
 
     @property
@@ -214,22 +227,30 @@ class Call:
             raise
         self.running = True
         self.since = self.slots.clock()
+        self._tell(self.slots.started)
 
     def end(self) -> None:
         """Gives the slot back."""
         del self.slots.calls[self]
         self.slots.release()
+        self._tell(self.slots.ended, self.slots.clock() - self.since)
+
+    def _tell(self, hook: str | None, *args: object) -> None:
+        instruments = self.slots.instruments
+        if hook is not None and instruments is not None and instruments.hears(hook):
+            instruments.tell(hook, self.name, *args)  # no name is put together where nobody hears
 
     def abandon(self) -> None:
         """Nobody waits any more, but a thread runs on: the slot stays with it."""
-        self.abandoned = True
-        self.since = self.slots.clock()
+        self.abandoned = self.slots.clock()
         self.slots.lose()
+        self._tell("slot_lost")
 
     def over(self) -> None:
         """The thread of an abandoned call has ended."""
         del self.slots.calls[self]
         self.slots.regain()
+        self._tell(self.slots.ended, self.slots.clock() - self.since)
 
     async def __aenter__(self) -> None:
         await self.begin()
@@ -243,5 +264,7 @@ class Call:
         self.end()
 
     def __repr__(self) -> str:
-        state = "abandoned" if self.abandoned else "running" if self.running else "waiting"
+        state = (
+            "abandoned" if self.abandoned is not None else "running" if self.running else "waiting"
+        )
         return f"<Call {self.name}: {state}>"

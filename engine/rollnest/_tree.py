@@ -18,6 +18,7 @@ __all__ = [
     "PauseTree",
     "SampleTree",
     "SlotsTree",
+    "StallReport",
     "TaskTree",
     "Wait",
     "WaitKind",
@@ -333,6 +334,34 @@ class EngineTree:
                     yield f"      ended: {listed}"
             if len(task.groups) > most:
                 yield f"    and {_count(len(task.groups) - most, 'younger group')}"
+
+
+@frozen
+class StallReport:
+    """Nothing has finished for a while, though a batch is waited for and the gate is open.
+
+    Attributes:
+        seconds: For how long.
+        tree: Everything that lives.
+    """
+
+    seconds: float
+    tree: EngineTree
+
+    def __str__(self) -> str:
+        lines = [f"nothing has finished for {self.seconds:.0f} s"]
+        if self.tree.consumer is not None:
+            lines.append(f"  {self.tree.consumer}")
+        lines += [f"  {who} waits for {wait}" for who, wait in self.tree.longest()]
+        lines += [
+            f"  {name} slots: {holder}"
+            for name, slots in self.tree.slots.items()
+            for holder in slots.abandoned
+        ]
+        if self.tree.consumer is not None:
+            tasks = self.tree.tasks
+            lines += [f"  task {n!r}: {tasks[n]}" for n in self.tree.consumer.lacking if n in tasks]
+        return "\n".join(lines)
 
 
 def _count(number: int, what: str) -> str:

@@ -22,7 +22,7 @@ from ._clock import clock_hold
 from ._slots import Call
 from .errors import describe
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "loop_poster"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -116,7 +116,7 @@ class _Thread:
         self._lock = Lock()
         self._running = False
         self._left = False
-        self._post = _poster()
+        self._post = loop_poster()
 
     def work(self, function: Callable[..., T], args: tuple[Any, ...]) -> tuple[T]:
         """Runs in the thread. The answer comes in a tuple, since trio refuses a coroutine as one."""
@@ -150,7 +150,7 @@ class _Thread:
             self._call.end()
 
 
-def _poster() -> Callable[..., None]:
+def loop_poster() -> Callable[..., None]:
     """Returns a function for any thread: it has the event loop call something soon, and does not wait."""
     token: Any = current_token().native_token
     post: Callable[..., object] = (

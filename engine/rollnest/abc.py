@@ -18,6 +18,7 @@ from ._attempt import Attempt as Attempt
 from ._attempt import FinishReason as FinishReason
 from ._checks import whole
 from ._records import Batch, EvalResult, Group, Message, Prompt, Sample, Verdict
+from ._tree import StallReport
 
 __all__ = [
     "Attempt",
@@ -392,11 +393,32 @@ class Instrument:
     def sample_ended(self, sample: Sample) -> None:
         """A sample was frozen."""
 
+    def groups_expired(self, task: str, count: int) -> None:
+        """That many groups, which were ready, have become too old: they are drawn again, or dropped."""
+
+    def judge_started(self, name: str) -> None:
+        """A judger got its slot, and is asked; the name says which, and for whom."""
+
+    def judge_ended(self, name: str, seconds: float) -> None:
+        """A judger gave its slot back after that long: it has answered, failed, or was cut."""
+
+    def slot_lost(self, name: str) -> None:
+        """Nobody waits for this judger or tool any more, but its thread can't be stopped, and keeps the slot.
+
+        A judger's `judge_ended` comes when the thread ends.
+        """
+
     def gate_closed(self, in_flight: int) -> None:
         """A pause began, with that many turns at the server."""
 
     def paused(self, quiet_seconds: float) -> None:
         """The pause's block is entered: no forward pass can run."""
+
+    def pause_failed(self, error: Exception) -> None:
+        """A pause did not come about; production goes on with the old weights."""
+
+    def weights_updated(self, version: int) -> None:
+        """The policy has new weights; no turn has used them yet."""
 
     def gate_opened(self, version: int) -> None:
         """Production goes on."""
@@ -409,6 +431,15 @@ class Instrument:
 
     def evaluation_ended(self, result: EvalResult) -> None:
         """An evaluation has ended; its samples and groups are told to nobody else, its requests are."""
+
+    def stalled(self, report: StallReport) -> None:
+        """Nothing has finished for a while, though a batch is waited for; the report names who waits for what."""
+
+    def loop_lagged(self, seconds: float, where: str) -> None:
+        """The event loop did not run for that long, which is over 0.25 s, because it was in that line of code."""
+
+    def engine_broken(self, why: str, error: BaseException) -> None:
+        """The engine can't go on; every call raises from now on."""
 
     def batch_delivered(self, batch: Batch) -> None:
         """A batch was handed to the trainer."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollnest._clock import set_clock_hold
+from rollnest._clock import set_virtual_clock
 
 if TYPE_CHECKING:
     from trio.testing import MockClock
@@ -148,4 +148,13 @@ def _trio_clock() -> MockClock | None:
     return clock if isinstance(clock, MockClock) else None
 
 
-set_clock_hold(_hold)
+def _is_virtual() -> bool:
+    if "trio" in sys.modules and _trio_clock() is not None:
+        return True
+    try:
+        return isinstance(asyncio.get_running_loop(), VirtualEventLoop)
+    except RuntimeError:
+        return False
+
+
+set_virtual_clock(_hold, _is_virtual)

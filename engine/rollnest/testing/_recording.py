@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollnest._attempt import Attempt
 from rollnest._records import Batch, EvalResult, Group, Sample
+from rollnest._tree import StallReport
 from rollnest.abc import Instrument
 
 __all__ = ["RecordingInstrument"]
@@ -56,6 +57,42 @@ class RecordingInstrument(Instrument):
         """Records it."""
         self.samples.append(sample)
         self.events.append(("sample_ended", sample.task, sample.visit, sample.index, sample.status))
+
+    def groups_expired(self, task: str, count: int) -> None:
+        """Records it."""
+        self.events.append(("groups_expired", task, count))
+
+    def judge_started(self, name: str) -> None:
+        """Records it."""
+        self.events.append(("judge_started", name))
+
+    def judge_ended(self, name: str, seconds: float) -> None:
+        """Records it."""
+        self.events.append(("judge_ended", name, seconds))
+
+    def slot_lost(self, name: str) -> None:
+        """Records it."""
+        self.events.append(("slot_lost", name))
+
+    def pause_failed(self, error: Exception) -> None:
+        """Records it."""
+        self.events.append(("pause_failed", error))
+
+    def weights_updated(self, version: int) -> None:
+        """Records it."""
+        self.events.append(("weights_updated", version))
+
+    def stalled(self, report: StallReport) -> None:
+        """Records it."""
+        self.events.append(("stalled", report))
+
+    def loop_lagged(self, seconds: float, where: str) -> None:
+        """Records it."""
+        self.events.append(("loop_lagged", seconds, where))
+
+    def engine_broken(self, why: str, error: BaseException) -> None:
+        """Records it."""
+        self.events.append(("engine_broken", why, error))
 
     def gate_closed(self, in_flight: int) -> None:
         """Records it."""
