@@ -91,7 +91,7 @@ class LagWatch(Instrument):
             self._over.wait(_EVERY)
 
     def _ask(self) -> None:
-        turns, asked = self._in_flight(), time.monotonic()
+        asked = time.monotonic()
         self._answered.clear()
         if self._over.is_set():
             return
@@ -100,6 +100,7 @@ class LagWatch(Instrument):
         if not self._answered.wait(_LAG):
             frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
             where = _where(frames.get(self._loop_thread))
+            turns = self._in_flight()  # of now: none can begin or end while the loop is blocked
             if where is not None and turns and not self._told:
                 self._told = True
                 _log.warning(
