@@ -24,6 +24,7 @@ from rollnest import (
     Batch,
     Capacity,
     Context,
+    FailurePolicy,
     Group,
     Limits,
     ProduceStrategy,
@@ -525,6 +526,7 @@ class World:
             weight=plan.weight,
             starve_after=plan.starve_after,
             limits=plan.limits,
+            failures=FailurePolicy(max_failures_in_a_row=None),  # a server may be bad for long
         )
 
     def _loop(self, plan: Plan) -> Callable[[Rollout], Awaitable[None]]:
@@ -656,7 +658,9 @@ class World:
         expected = "ready" if statuses == {Status.COMPLETED} else bad
         if outcome != expected:
             self.fault(f"{name} ended as {outcome}, its members say {expected}")
-        if Status.ABORTED in statuses and not failures and not self.leaving:
+        allowed = plan.strategy.max_staleness
+        too_old = any(self.lag(sample, self.version) > allowed for sample in group.samples)
+        if Status.ABORTED in statuses and not (failures or self.leaving or too_old):
             self.fault(f"{name} was aborted, and nobody cancelled production")
 
     def _check_sample(self, sample: Sample, track: Track) -> None:
