@@ -813,6 +813,8 @@ _plans = st.builds(
     ),
     judger=st.sampled_from(["async"] * 6 + ["none", "sync"]),
     group_size=st.integers(1, 3),
+    redundancy=st.sampled_from([0, 0, 1, 2]),
+    dead=st.sampled_from(["drop", "drop", "shrink"]),
     strategy=st.sampled_from(
         [
             SyncStrategy(),

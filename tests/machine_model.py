@@ -64,6 +64,8 @@ class Plan:
     loops: tuple[Kind, ...] = ("one",)
     judger: Literal["async", "sync", "none"] = "async"
     group_size: int = 2
+    redundancy: int = 0
+    dead: Literal["drop", "shrink"] = "drop"
     strategy: ProduceStrategy = field(factory=SyncStrategy)
     weight: float = 1.0
     epochs: int | None = None
@@ -74,6 +76,11 @@ class Plan:
     max_context: int | None = None
     limits: Limits = field(factory=Limits)
     starve_after: int = 4
+
+    @property
+    def failures(self) -> FailurePolicy:
+        """What dead members do; the engine goes on, for a server may be bad for long."""
+        return FailurePolicy(on_dead_member=self.dead, max_failures_in_a_row=None)
 
     @property
     def least(self) -> int:
@@ -518,6 +525,7 @@ class World:
             judger=judgers[plan.judger],
             loop=self._loop(plan),
             group_size=plan.group_size,
+            redundancy=plan.redundancy,
             epochs=plan.epochs,
             sampling=Sampling(plan.max_tokens, min_tokens=plan.least),
             max_response_tokens=plan.max_response_tokens,
@@ -526,7 +534,7 @@ class World:
             weight=plan.weight,
             starve_after=plan.starve_after,
             limits=plan.limits,
-            failures=FailurePolicy(max_failures_in_a_row=None),  # a server may be bad for long
+            failures=plan.failures,
         )
 
     def _loop(self, plan: Plan) -> Callable[[Rollout], Awaitable[None]]:
@@ -645,8 +653,7 @@ class World:
     def _check_group(self, group: Group, outcome: str) -> None:
         name = f"group {group.task}/{group.visit}"
         plan = self.plans[group.task]
-        if [s.index for s in group.samples] != list(range(plan.group_size)):
-            self.fault(f"I7: {name} has the members {[s.index for s in group.samples]}")
+        self._check_members(name, plan, group, outcome)
         for sample in group.samples:
             try:
                 check_sample(sample, max_response_tokens=plan.max_response_tokens)
@@ -662,6 +669,24 @@ class World:
         too_old = any(self.lag(sample, self.version) > allowed for sample in group.samples)
         if Status.ABORTED in statuses and not (failures or self.leaving or too_old):
             self.fault(f"{name} was aborted, and nobody cancelled production")
+
+    def _check_members(self, name: str, plan: Plan, group: Group, outcome: str) -> None:
+        """Who is in the group, and whether it can do without those that failed."""
+        indexes = [s.index for s in group.samples]
+        most = plan.group_size + plan.redundancy
+        if indexes != sorted(set(indexes)) or not set(indexes) <= set(range(most)):
+            self.fault(f"I7: {name} has the members {indexes}")
+        least = plan.failures.least(plan.group_size)
+        alive = sum(s.status is not Status.FAILED for s in group.samples)
+        failed = len(indexes) - alive
+        if outcome == "ready" and not least <= len(indexes) <= plan.group_size:
+            self.fault(f"I7: {name} is ready with {indexes}, of {plan.group_size}")
+        if failed and alive >= least:
+            self.fault(f"I7: {name} was dropped, and {alive} of its members were enough")
+        if outcome == "ready" and len(indexes) < plan.group_size:
+            self.fired["a group goes on with fewer"] += 1
+        if outcome == "ready" and indexes != list(range(len(indexes))):
+            self.fired["a spare member makes up for another"] += 1
 
     def _check_sample(self, sample: Sample, track: Track) -> None:
         name = track.rollout.uid
@@ -743,8 +768,9 @@ class World:
         if visit is None or visit.state != "flight":
             self.fault(f"I7: {group.task}/{group.visit} ended and was not in flight")
             return
+        members = {sample.index: sample for sample in group.samples}
         for index, sample in visit.fresh.items():
-            if group.samples[index] is not sample:
+            if members.get(index) is not sample:
                 self.fault(f"I7: {group.task}/{group.visit} gave a fresh member up")
         before = () if visit.group is None else visit.group.samples
         tracks: list[Track | None] = []
