@@ -24,6 +24,7 @@ from rollnest import (
     Engine,
     FailurePolicy,
     Limits,
+    PauseMode,
     ProcessJudger,
     Prompt,
     Rollout,
@@ -354,6 +355,36 @@ def cases() -> list[Case]:
             raising(lambda: Engine(ScriptedController(), task(strategy=AsyncStrategy()))),
             "ValueError",
             ("batch_size", "'task'"),
+        ),
+        Case(
+            "a token lag below zero",
+            raising(lambda: AsyncStrategy(max_token_lag=-1)),
+            "ValueError",
+            ("max_token_lag", "-1"),
+        ),
+        Case(
+            "a start that is paused or not",
+            raising(lambda: Engine(ScriptedController(), task(), start_paused="no")),  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            "TypeError",
+            ("start_paused", "'no'"),
+        ),
+        Case(
+            "a server that can only freeze",
+            raising(
+                lambda: Capabilities(
+                    vocab_size=10, max_context=10, pause_modes=frozenset({PauseMode.KEEP})
+                )
+            ),
+            "ValueError",
+            ("pause_modes", "ABORT", "KEEP"),
+        ),
+        Case(
+            "memory that no server has",
+            raising(
+                lambda: Capabilities(vocab_size=10, max_context=10, release_tags={"gradients"})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+            ),
+            "ValueError",
+            ("release_tags", "gradients"),
         ),
         Case(
             "an unknown keyword",

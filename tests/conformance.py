@@ -437,6 +437,76 @@ async def check_update_outside_a_pause_is_refused(case: ControllerCase) -> None:
 
 
 @_check
+async def check_release_and_reload_change_nothing(case: ControllerCase) -> None:
+    async with case.open() as controller:
+        tags = controller.capabilities.release_tags
+        if not tags:
+            return
+        with anyio.fail_after(HANG):
+            before = await answer(controller, case.prompt(0))
+            await controller.pause(PauseMode.ABORT)
+            passes = case.passes()
+            for _ in range(2):
+                await controller.release(tags)
+            with pytest.raises(InferenceError, match="released"):
+                await controller.resume()
+            with pytest.raises(InferenceError, match="released"):
+                await controller.generate(attempt(case.prompt(0)))
+            await case.let_run()
+            assert case.passes() == passes
+            for _ in range(2):
+                await controller.reload(tags)
+            await controller.resume()
+            assert await controller.version() in (0, None)
+            assert await answer(controller, case.prompt(0)) == before
+
+
+@_check
+async def check_an_update_comes_between_weights_and_cache(case: ControllerCase) -> None:
+    async with case.open() as controller:
+        if controller.capabilities.release_tags != {"kv", "weights"}:
+            return
+        with anyio.fail_after(HANG):
+            before = await answer(controller, case.prompt(0))
+            await controller.pause(PauseMode.ABORT)
+            await controller.release(["kv", "weights"])
+            with pytest.raises((WeightUpdateFailed, InferenceError), match="released"):
+                await controller.update_weights(case.new_weights(), 1)
+            await controller.reload(["weights"])
+            await controller.update_weights(case.new_weights(), 1)
+            await controller.reload(["kv"])
+            await controller.resume()
+            one = attempt(case.prompt(0))
+            one.version = 1
+            await controller.generate(one)
+        assert one.received.ids.tolist() != before
+        assert set(one.received.versions) == {1}
+
+
+@_check
+async def check_release_outside_a_pause_is_refused(case: ControllerCase) -> None:
+    async with case.open() as controller:
+        tags = controller.capabilities.release_tags
+        if not tags:
+            return
+        before = await answer(controller, case.prompt(0))
+        with pytest.raises(InferenceError, match="paused"):
+            await controller.release(tags)
+        assert await answer(controller, case.prompt(0)) == before
+
+
+@_check
+async def check_leaving_while_released_ends_and_leaves_the_weights(case: ControllerCase) -> None:
+    with anyio.fail_after(HANG):
+        async with case.open() as controller:
+            before = await answer(controller, case.prompt(0))
+            await controller.pause(PauseMode.ABORT)
+            await controller.release(controller.capabilities.release_tags)
+        async with case.open() as controller:
+            assert await answer(controller, case.prompt(0)) == before
+
+
+@_check
 async def check_cancelled_pause_is_taken_back(case: ControllerCase) -> None:
     async with case.open() as controller:
         one = attempt(case.prompt(0))

@@ -28,7 +28,7 @@ from anyio.lowlevel import checkpoint
 from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
-from rollnest import AsyncStrategy, Batch, Capacity, Engine, Limits, SyncStrategy
+from rollnest import AsyncStrategy, Batch, Capacity, Engine, Limits, PauseMode, SyncStrategy
 from rollnest.errors import (
     EndOfPrompts,
     EngineBroken,
@@ -61,6 +61,9 @@ ENDS: Sequence[End] = (
     "interrupted",
     "stuck",
 )
+MODES = (PauseMode.KEEP, PauseMode.ABORT, PauseMode.WAIT)
+"""Without `EVICT`: the model does not know loops that run again from their journal."""
+
 _LONG = 1e6  # seconds; whatever takes that long never ends
 _TICK = 1e-3
 
@@ -110,8 +113,9 @@ class _Consumer:
 class _Pauser:
     """A `paused()` block in a task of its own."""
 
-    def __init__(self, grace: float) -> None:
+    def __init__(self, grace: float, mode: PauseMode) -> None:
         self.grace = grace
+        self.mode = mode
         self.scope = CancelScope()
         self.phase: Literal["closing", "body", "leaving", "done"] = "closing"
         self.moved = Event()  # set when the phase changes
@@ -310,7 +314,7 @@ class Machine:
         if self.server.while_paused:
             world.fault(f"I10: {self.server.while_paused} tokens were made while paused")
         paused = self.pauser is not None and self.pauser.phase == "body"
-        if paused and (self.server.open or not self.server.is_paused):
+        if paused and (self._unfrozen() or not self.server.is_paused):
             world.fault(f"I10: {len(self.server.open)} requests inside a paused() block")
         if statistics.version != world.version and not self.broken:
             world.fault(f"version {statistics.version}, the server has {world.version}")
@@ -428,24 +432,26 @@ class Machine:
             self.fired[f"cancel a next_batch: {how}"] += 1
         self._reap()
 
-    async def do_pause(self, grace: float, ticks: int) -> None:
+    async def do_pause(self, grace: float, ticks: int, mode: PauseMode = PauseMode.ABORT) -> None:
         """Begins a pause; beside another, it is refused."""
         if self.pauser is not None and self.pauser.phase != "done":
             await self._expect(EngineBusy, _enter(self.engine))
             self.fired["pause: refused beside another"] += 1
             return
         self._reap()
-        self._meet()
-        self.pauser = pauser = _Pauser(grace)
+        self._meet(mode)
+        self.pauser = pauser = _Pauser(grace, mode)
         self.tasks.start_soon(self._paused, pauser)
         self.fired["begin a pause"] += 1
         await pauser.begun.wait()
         await self.do_ticks(ticks)
 
-    async def do_break_off(self, grace: float, ticks: int, seconds: float, how: str) -> None:
+    async def do_break_off(
+        self, grace: float, ticks: int, seconds: float, how: str, mode: PauseMode
+    ) -> None:
         """Begins a pause and ends it at that moment, wherever it stands then."""
         if self.pauser is None:
-            await self.do_pause(grace, ticks)
+            await self.do_pause(grace, ticks, mode)
         if seconds:
             await sleep(seconds)
         await self.do_end_pause(how, True)
@@ -517,10 +523,10 @@ class Machine:
         if not stay:
             await self.do_end_pause("normal", True)
 
-    async def do_cycle(self, kind: str, grace: float) -> None:
+    async def do_cycle(self, kind: str, grace: float, mode: PauseMode) -> None:
         """A whole pause, with new weights."""
         if self.pauser is None:
-            await self.do_pause(grace, 0)
+            await self.do_pause(grace, 0, mode)
         await self.do_update(kind, False)
         await self.do_end_pause("normal", True)
         self.fired["pause, update, go on"] += 1
@@ -579,10 +585,10 @@ class Machine:
         pauser.excused = world.mood.pause in ("hangs", "fails")
         try:
             with pauser.scope:
-                async with self.engine.paused(grace=pauser.grace) as pauser.pause:
+                async with self.engine.paused(pauser.mode, grace=pauser.grace) as pauser.pause:
                     if current_time() - started > pauser.grace + 2.0 + _TICK:
                         world.fault(f"the pause took {current_time() - started} s")
-                    if self.server.open or not self.server.is_paused:
+                    if self._unfrozen() or not self.server.is_paused:
                         world.fault("I10: the block was entered without a confirmation")
                     world.block_on = True
                     self.last_pause = pauser.pause
@@ -654,13 +660,18 @@ class Machine:
                 pass
             case error:
                 world.fault(f"paused() raised {error!r}")
-        if self.broken:
-            return
+        if self.broken or ("exit", 0) in self.server.log:
+            return  # nothing goes on
         calls = [call[0] for call in self.server.log if call[0] in ("pause", "resume")]
         if world.gate_closed or self.server.is_paused or (calls and calls[-1] != "resume"):
             world.fault(f"production does not go on after a pause: {calls[-2:]}")
 
-    def _meet(self) -> None:
+    def _unfrozen(self) -> bool:
+        """Whether requests are at the server that may not be there in a pause of this mode."""
+        kept = self.pauser is not None and self.pauser.mode is PauseMode.KEEP
+        return bool(self.server.open) and not kept
+
+    def _meet(self, mode: PauseMode) -> None:
         """Counts which states of groups the pause meets."""
         statistics = self.engine.statistics()
         met: set[str] = set()
@@ -679,7 +690,7 @@ class Machine:
             if statistics.total(state):
                 met.add(state)
         for state in met or {"nothing"}:
-            self.fired[f"ABORT met a group: {state}"] += 1
+            self.fired[f"{mode.name} met a group: {state}"] += 1
 
     async def _in_body(self) -> _Pauser | None:
         """The pause that is on, if one comes about."""
@@ -752,15 +763,23 @@ def _steps() -> list[Step]:
         (5, "wait", [(0.3,), (30.0,)]),
         (16, "take", [(1,), (2,)]),
         (3, "cancel_ask", [(n, t) for n in (False, True) for t in (0, 1, 2, 3, 5)]),
-        (1, "pause", [(g, t) for g in (0.0, 0.05, 0.3, 1.0, 5.0) for t in (0, 3, 12)]),
+        (
+            1,
+            "pause",
+            [
+                (grace, ticks, mode)
+                for grace, ticks in ((0.0, 0), (0.0, 12), (0.05, 3), (0.3, 0), (1.0, 3), (5.0, 0))
+                for mode in MODES
+            ],
+        ),
         (
             1,
             "break_off",
             [
-                (grace, ticks, seconds, how)
-                for grace in (0.0, 1.0)
-                for ticks, seconds in ((0, 0.0), (1, 0.0), (3, 0.0), (5, 0.0), (8, 0.0), (0, 0.2))
+                (1.0, ticks, seconds, how, mode)
+                for ticks, seconds in ((0, 0.0), (1, 0.0), (3, 0.0), (6, 0.0), (0, 0.2))
                 for how in ("cancel", "native", "error")
+                for mode in MODES
             ],
         ),
         (3, "enter", [()]),
@@ -778,7 +797,16 @@ def _steps() -> list[Step]:
                 for stay in (False, False, True)
             ],
         ),
-        (5, "cycle", [(k, g) for k in ("dict", "jump", "published", "new") for g in (0.0, 0.2)]),
+        (
+            1,
+            "cycle",
+            [
+                (kind, grace, mode)
+                for kind in ("dict", "jump", "published", "new")
+                for grace in (0.0, 0.2)
+                for mode in MODES
+            ],
+        ),
         (8, "late", [()]),
         (16, "commit", [(0,), (-1,)]),
         (8, "afterwards", [()]),

@@ -158,7 +158,10 @@ class Request:
             world.fault(f"I10: {count} tokens were taken of a request that is over")
         self.ids += ids[:count]
         self.logprobs += logprobs[:count]
-        self.versions += [world.version] * count
+        # An answer that stood still in a pause says itself which weights made which part of it.
+        if versions is None or isinstance(versions, int):
+            versions = [world.version] * count
+        self.versions += versions[:count]
         if len(self.ids) > self.attempt.max_tokens:
             world.fault(f"I5: {len(self.ids)} tokens of {self.attempt.max_tokens} were taken")
         return count
@@ -776,7 +779,10 @@ class World:
         tracks: list[Track | None] = []
         for sample in group.samples:
             track = self.tracks.get((group.task, group.visit, sample.index))
-            kept = any(sample is other for other in before)
+            kept = any(
+                sample is other or (other.unjudged and sample.segments is other.segments)
+                for other in before
+            )
             tracks.append(
                 track if track is not None and (kept or track.run == visit.runs) else None
             )

@@ -88,6 +88,7 @@ BOUNDS: Mapping[str, int] = {
     "Instruments._listeners[]": 1,
     "Capabilities.sampling": 8,
     "Capabilities.pause_modes": 2,
+    "Capabilities.release_tags": 2,
     "RolloutServices.stop_token_ids": 1,
     "Sampler._order": 40,
     # Batches that were not committed: the last one.

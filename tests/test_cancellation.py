@@ -13,7 +13,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from rollnest import AsyncStrategy, Engine, Sample, Sampling, TaskSpec
+from rollnest import AsyncStrategy, Engine, PauseMode, Sample, Sampling, TaskSpec
 from rollnest.testing import ScriptedController, assert_conserved, cancel_at_step
 
 from .helpers import prompts
@@ -48,6 +48,29 @@ async def paused(engine: Engine) -> None:
     await engine.next_batch()
 
 
+def pausing(mode: PauseMode) -> State:
+    """A pause in a mode, with a turn in flight, a judger at work and a group that is ready."""
+
+    async def paused(engine: Engine) -> None:
+        await anyio.sleep(0.25)
+        async with engine.paused(mode) as pause:
+            for _ in range(5):
+                await checkpoint()
+            await pause.update_weights({})
+        await engine.next_batch()
+
+    paused.__name__ = f"paused with {mode.name}"
+    return paused
+
+
+async def released(engine: Engine) -> None:
+    await anyio.sleep(0.25)
+    async with engine.paused(PauseMode.EVICT, release=("kv", "weights")) as pause:
+        await pause.reload("weights")
+        await pause.update_weights({})
+    await engine.next_batch()
+
+
 async def updating(engine: Engine) -> None:
     await anyio.sleep(0.25)
     async with engine.paused() as pause:
@@ -62,7 +85,11 @@ WAYS: list[tuple[Literal["asyncio", "trio"], bool]] = [
 ]
 
 
-@pytest.mark.parametrize("state", [idle, producing, paused, updating])
+@pytest.mark.parametrize(
+    "state",
+    [idle, producing, paused, updating, released, *map(pausing, PauseMode)],
+    ids=lambda state: state.__name__,
+)
 @pytest.mark.parametrize(("backend", "native"), WAYS, ids=["asyncio", "asyncio-native", "trio"])
 def test_cancelled_at_every_step(
     state: State,
@@ -98,6 +125,7 @@ def test_cancelled_at_every_step(
         assert not controller.open, where
         assert controller.log == [] or controller.log[-1] == ("exit", 0), where
         assert controller.while_paused == 0, where
+        assert controller.refused == [], where
         if entered:
             assert_conserved(engine, committed=controller.committed)
             assert engine.statistics().total("flight") == 0, where

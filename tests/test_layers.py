@@ -58,6 +58,7 @@ LAYERS: list[list[str]] = [
     [
         "_blocking",
         "_context",
+        "_control",
         "_engine",
         "_evaluation",
         "_eviction",

@@ -18,6 +18,7 @@ from rollnest import Attempt, Sampling
 from rollnest.abc import FinishReason
 from rollnest.errors import InferenceError, UnsupportedSampling, WeightsState, WeightUpdateFailed
 from rollnest_adapters._cb_manager import Generation
+from rollnest_adapters._cb_memory import Freed
 from rollnest_adapters.transformers import TransformersController
 from tests.tiny_llama import Brake, tiny_llama
 from tests.tiny_llama import small_torch as small_torch
@@ -575,3 +576,52 @@ async def test_versions_never_go_back() -> None:
         await policy.pause()
         with pytest.raises(WeightUpdateFailed, match="version must be >= the present 5, got 4"):
             await policy.update_weights(tiny_llama().state_dict(), 4)
+
+
+# Memory
+
+
+async def test_the_caches_memory_is_given_back_and_taken_again() -> None:
+    async with controller() as policy:
+        before = await greedy(policy, 1, 2, 3)
+        assert policy._manager is not None
+        (cache,) = policy._manager.cache_tensors
+        size = cache.untyped_storage().nbytes()
+        assert size > 0
+        await policy.pause()
+        await policy.release(["kv"])
+        assert cache.untyped_storage().nbytes() == 0
+        assert "released: kv" in repr(policy)
+        await policy.reload(["kv"])
+        assert cache.untyped_storage().nbytes() == size
+        await policy.resume()
+        assert await greedy(policy, 1, 2, 3) == before
+
+
+def test_freed_tensors_come_back_as_they_were() -> None:
+    model = tiny_llama()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    freed = Freed(model.state_dict(keep_vars=True).values(), keep=True)
+    assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
+    freed.restore()
+    freed.restore()
+    assert repr(freed) == "<Freed 0 bytes>"
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_views_of_one_storage_are_freed_once() -> None:
+    whole = torch.arange(8.0)
+    parts = [whole[:4], whole[4:], whole]
+    freed = Freed(parts, keep=True)
+    assert repr(freed) == "<Freed 32 bytes>"
+    freed.restore()
+    assert parts[1].tolist() == [4.0, 5.0, 6.0, 7.0]
+    Freed(parts, keep=False).restore()
+    assert whole.tolist() == [0.0] * 8
+
+
+def test_releasable_is_a_bool() -> None:
+    assert controller(releasable=False).capabilities.release_tags == frozenset()
+    with pytest.raises(TypeError, match="releasable"):
+        controller(releasable="kv")

@@ -147,6 +147,12 @@ class Manager(ContinuousBatchingManager):
             self._original_attn_impl = None
         self.destroy()
 
+    @property
+    def cache_tensors(self) -> list[Any]:
+        """What holds the keys and values; its parts are views of it."""
+        processor = self.batch_processor
+        return [] if processor is None else [processor.cache.cache_tensor]
+
     def requeue_all(self) -> None:
         """Frees the cache; requests in flight are prefilled anew, prompt and partial. Only inside a pause."""
         processor = self.batch_processor

@@ -26,6 +26,7 @@ from rollnest.abc import (
     InferenceController,
     Instrument,
     PauseMode,
+    ReleaseTag,
     WeightSource,
 )
 from rollnest.errors import EngineBroken, PauseFailed, Starved
@@ -327,6 +328,12 @@ class _Nothing:
 
     async def version(self) -> int | None:
         return None
+
+    async def release(self, tags: Collection[ReleaseTag]) -> None:
+        pass
+
+    async def reload(self, tags: Collection[ReleaseTag]) -> None:
+        pass
 
 
 def _reason(error: BaseException) -> BaseException:

@@ -29,11 +29,20 @@ import anyio.to_thread
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
-from rollnest.abc import Attempt, Capabilities, FinishReason, PauseMode, SamplingField, WeightSource
+from rollnest.abc import (
+    Attempt,
+    Capabilities,
+    FinishReason,
+    PauseMode,
+    ReleaseTag,
+    SamplingField,
+    WeightSource,
+)
 from rollnest.errors import InferenceError, UnsupportedSampling, WeightsState, WeightUpdateFailed
 
 from . import _cb_weights
 from ._cb_manager import Generation, Manager
+from ._cb_memory import Freed
 from ._loop_bridge import Inbox, loop_caller
 
 __all__ = ["TransformersController"]
@@ -75,6 +84,9 @@ class TransformersController:
         page_size: Tokens in one block of the cache.
         num_blocks: Blocks of the cache. `None` is room for 65,536 tokens on a CPU (for one whole context at least);
             elsewhere it is as many as fit into what memory is free.
+        releasable: Whether its memory can be given back in a pause: the cache's, and on CUDA the weights', which go to
+            the host meanwhile. CUDA graphs hold addresses, so they are off then. `None` is where it costs nothing: on
+            a CPU. Whoever trains the very model that is given must not release its weights.
         seed: Seeds torch's *global* generator when entered. `None` leaves it alone.
         version: Weight version of the model as given.
         exit_grace: Seconds that the forward pass in progress may take when the block is left.
@@ -93,6 +105,7 @@ class TransformersController:
         max_batch_tokens: int = 2048,
         page_size: int = 16,
         num_blocks: int | None = None,
+        releasable: bool | None = None,
         seed: int | None = None,
         version: int = 0,
         exit_grace: float = 5.0,
@@ -115,6 +128,11 @@ class TransformersController:
         if not exit_grace > 0:
             raise ValueError(f"exit_grace must be > 0, got {exit_grace}")
         config = self._model.config.get_text_config()
+        on_cpu = self._model.device.type == "cpu"
+        if releasable is None:
+            releasable = on_cpu
+        elif not isinstance(releasable, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"releasable must be a bool or None, got {releasable!r}")
         self._capabilities = Capabilities(
             vocab_size=config.vocab_size,
             max_context=_context(config, max_context),
@@ -126,10 +144,11 @@ class TransformersController:
             },
             version_spans=True,
             pause_modes={PauseMode.ABORT, PauseMode.KEEP},
+            release_tags={"kv", "weights"} if releasable else (),
         )
         self._vary = frozenset(vary)
         self._generation_config = self._generation(top_p, top_k)
-        if num_blocks is None and self._model.device.type == "cpu":
+        if num_blocks is None and on_cpu:
             tokens = max(_CPU_CACHE_TOKENS, self._capabilities.max_context + page_size)
             num_blocks = math.ceil(tokens / page_size)
         if num_blocks is not None:
@@ -148,6 +167,7 @@ class TransformersController:
             allow_block_sharing=False,
             # With two batches in the air, tokens of the old weights would still arrive after an update.
             use_async_batching=False,
+            use_cuda_graph=False if releasable and not on_cpu else None,
             return_logprobs=True,
             per_request_processors=True,
             seed=seed,
@@ -159,6 +179,7 @@ class TransformersController:
         self._open: dict[str, _Request] = {}
         self._pause: _PauseHolder | None = None
         self._holders: set[_PauseHolder] = set()
+        self._freed: dict[ReleaseTag, Freed] = {}
         self._fault: str | None = None
         self._cause: BaseException | None = None
         self.tokens_committed: int = 0
@@ -166,6 +187,8 @@ class TransformersController:
 
     def __repr__(self) -> str:
         state = "closed" if self._manager is None else "paused" if self._pause else "running"
+        if self._freed:
+            state = f"released: {', '.join(self._freed)}"
         if self._fault:
             state = f"failed: {self._fault}"
         return (
@@ -226,6 +249,9 @@ class TransformersController:
         self._abort(list(self._open))
         self._pause = None
         with anyio.move_on_after(self._exit_grace, shield=True) as deadline:
+            if self._freed:
+                # The model is the user's, and the loop may not run without its cache.
+                await anyio.to_thread.run_sync(self._restore, tuple(self._freed))
             # Its own pauses first: a parked loop can't end. One that was taken back may still wait for the loop.
             for holder in list(self._holders):
                 await holder.release()
@@ -298,7 +324,11 @@ class TransformersController:
         """Lets the generation loop run again. Idempotent.
 
         Cancellation: it runs again all the same.
+
+        Raises:
+            InferenceError: Something is released; `reload` comes first.
         """
+        self._check_not_released("resume")
         pause, self._pause = self._pause, None
         if pause is None:
             await anyio.lowlevel.checkpoint()
@@ -325,6 +355,11 @@ class TransformersController:
             raise WeightUpdateFailed(
                 "weights are only updated while paused", weights=WeightsState.OLD
             )
+        if "weights" in self._freed:
+            raise WeightUpdateFailed(
+                "the weights are released; they are reloaded before an update",
+                weights=WeightsState.OLD,
+            )
         if version < self._version:
             raise WeightUpdateFailed(
                 f"version must be >= the present {self._version}, got {version!r}",
@@ -339,6 +374,32 @@ class TransformersController:
             if error.weights is not WeightsState.OLD:
                 self._break(str(error), error)
             raise
+
+    async def release(self, tags: Collection[ReleaseTag]) -> None:
+        """Gives the cache's memory back, and on CUDA the weights'. Requests in flight are computed anew afterwards.
+
+        Weights on a CPU stay: they are where they would go.
+
+        Cancellation: what has begun is finished.
+
+        Raises:
+            InferenceError: The generation loop is not parked. Nothing is released.
+        """
+        manager, pause = self._running(), self._pause
+        if pause is None or not pause.parked.is_set():
+            raise InferenceError("memory is only released while paused")
+        wanted: list[ReleaseTag] = [tag for tag in tags if tag not in self._freed]
+        if "kv" in wanted:
+            manager.requeue_all()
+        await anyio.to_thread.run_sync(pause.during, lambda: self._free(manager, wanted))
+
+    async def reload(self, tags: Collection[ReleaseTag]) -> None:
+        """Takes the memory again: the weights are as they were, the cache is empty.
+
+        Cancellation: what has begun is finished.
+        """
+        wanted: list[ReleaseTag] = [tag for tag in tags if tag in self._freed]
+        await anyio.to_thread.run_sync(self._restore, wanted)
 
     async def version(self) -> int:
         """Returns the weight version."""
@@ -380,6 +441,7 @@ class TransformersController:
         manager = self._running()
         if self._fault is not None:
             raise InferenceError(self._fault, maybe_executed=False) from self._cause
+        self._check_not_released("generate")
         if attempt.id in self._open:
             raise InferenceError(f"attempt {attempt.id} is in flight already", maybe_executed=False)
         options = self._options(attempt)
@@ -503,7 +565,26 @@ class TransformersController:
             request.error = InferenceError(fault)
             request.error.__cause__ = cause
 
-    # Weights; only while the loop is parked
+    # Weights and memory; only while the loop is parked
+
+    def _check_not_released(self, call: str) -> None:
+        if self._freed:
+            raise InferenceError(
+                f"{call}() while {', '.join(self._freed)} released", maybe_executed=False
+            )
+
+    def _free(self, manager: Manager, tags: Collection[ReleaseTag]) -> None:
+        if "kv" in tags:
+            self._freed["kv"] = Freed(manager.cache_tensors, keep=False)
+        if "weights" in tags:
+            on_cpu = self._model.device.type == "cpu"
+            tensors = () if on_cpu else self._model.state_dict(keep_vars=True).values()
+            self._freed["weights"] = Freed(tensors, keep=True)
+
+    def _restore(self, tags: Collection[ReleaseTag]) -> None:
+        for tag in tags:
+            self._freed[tag].restore()
+            del self._freed[tag]
 
     def _load(self, source: Any, version: int) -> None:
         _cb_weights.load(self._model, source)

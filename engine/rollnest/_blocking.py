@@ -7,7 +7,7 @@ So a Ctrl-C between the two loses nothing; the next call returns that batch firs
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import Event as ThreadEvent
@@ -23,7 +23,7 @@ from ._records import Batch, EvalResult
 from ._statistics import EngineStatistics
 from ._task import TaskSpec
 from ._tree import EngineTree
-from .abc import PauseMode, WeightSource
+from .abc import PauseMode, ReleaseTag, WeightSource
 from .errors import EndOfPrompts, EngineBusy, EngineClosed
 
 if TYPE_CHECKING:
@@ -117,10 +117,16 @@ class BlockingEngine:
 
     @contextmanager
     def paused(
-        self, mode: PauseMode = PauseMode.ABORT, *, grace: float = 5.0
+        self,
+        mode: PauseMode = PauseMode.ABORT,
+        *,
+        grace: float = 5.0,
+        release: Collection[ReleaseTag] = (),
     ) -> Generator[BlockingPause]:
         """A block in which no forward pass of the policy runs; see `Engine.paused`."""
-        context = self._running().call(partial(self._engine.paused, mode, grace=grace))
+        context = self._running().call(
+            partial(self._engine.paused, mode, grace=grace, release=release)
+        )
         entered: list[Pause] = []
         leaving: BaseException | None = None
 
@@ -205,6 +211,10 @@ class BlockingPause:
     def update_weights(self, source: WeightSource, version: int | None = None) -> None:
         """See `Pause.update_weights`."""
         self._engine.call(lambda: self._pause.update_weights(source, version))
+
+    def reload(self, *tags: ReleaseTag) -> None:
+        """See `Pause.reload`."""
+        self._engine.call(lambda: self._pause.reload(*tags))
 
     def published(self, version: int) -> None:
         """See `Pause.published`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from anyio.lowlevel import checkpoint
 from attrs import evolve, frozen
@@ -33,8 +33,6 @@ from .errors import DataError, InferenceError, LoopError, UnsupportedSampling, d
 __all__ = ["Context", "RolloutCore", "RolloutServices", "freeze_context"]
 
 _NOTHING = Response().seal()
-
-_Outcome: TypeAlias = 'Literal["stop", "length", "timeout"]'
 
 
 @frozen(eq=False)
@@ -252,7 +250,7 @@ class Context:
         self._since = 0.0  # when the turn began to wait for the gate, or went through
         self._mark = 0  # requests that had failed in all when the last attempt was sent
         self._tries = 0  # requests of the turn that is running
-        self._outcome: _Outcome | None = None  # how it ended, once that is known
+        self._outcome: Literal["stop", "length"] | None = None  # how it ended, once that is known
         self._record: ContextReplay | None = None  # what it is given again
 
     @property
@@ -522,7 +520,7 @@ class Context:
     async def _run_turn(self, sampling: Sampling, start: int, cap: int) -> Turn:
         services = self._core.services
         limit = services.gate.limit(services.limits.turn)
-        reason: _Outcome | None = None
+        reason: Literal["stop", "length"] | None = None
         retries: Retries | None = None
         resumed = 0
         if cap <= 0:
@@ -587,7 +585,6 @@ class Context:
         self._request = sampling, start, cap
         usable = True
         failure: InferenceError | None = None
-        timed_out = False
         try:
             done = await services.gate.pass_through(
                 self._begin_attempt, services.controller.generate, limit
@@ -595,12 +592,6 @@ class Context:
             if not services.partial and self._is_partial(done, sampling):
                 usable = False
                 services.counters.restarted_turns += 1
-        except OverLimit:
-            attempt = self._running
-            got = len(self._response) + (0 if attempt is None else len(attempt.received))
-            usable = timed_out = services.limits.on_timeout == "finish" and got > start
-            if not timed_out:
-                raise InferenceError(f"the turn took over {services.limits.turn} s") from None
         except Exception as error:
             failure, attempt = self._failure(error), self._running
             usable = failure.retryable and attempt is not None and bool(attempt.received)
@@ -617,8 +608,6 @@ class Context:
                 stopped = self._keep(attempt, sampling, start, usable)
                 if usable:
                     self._outcome = "stop" if stopped else self._reason(attempt, sampling, start)
-                    if timed_out and self._outcome is None:
-                        self._outcome = "timeout"
                 services.instruments.tell("turn_ended", attempt)
         assert attempt is not None
         return attempt, failure
@@ -638,6 +627,8 @@ class Context:
         """What a request failed with, as the controller's error."""
         if isinstance(error, InferenceError):
             return error
+        if isinstance(error, OverLimit):
+            return InferenceError(f"the turn took over {self._core.services.limits.turn} s")
         message = f"the controller raised {describe(error)}"
         return InferenceError(message, retryable=isinstance(error, ConnectionError))
 

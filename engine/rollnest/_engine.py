@@ -14,7 +14,7 @@ takes one path, and what it cuts settles in the table before the controller is c
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from enum import Enum
 from functools import partial
@@ -28,6 +28,7 @@ from anyio import (
     fail_after,
     get_cancelled_exc_class,
     get_current_task,
+    move_on_after,
 )
 from anyio.abc import TaskGroup, TaskStatus
 from anyio.lowlevel import checkpoint
@@ -42,6 +43,7 @@ from ._checks import check_real, check_whole
 from ._clock import loop_clock
 from ._context import RolloutServices
 from ._continuation import check_sampling, check_training
+from ._control import Control
 from ._delivery import Delivery
 from ._evaluation import Evaluation, Evaluations, OnUpdate
 from ._eviction import Eviction
@@ -69,12 +71,13 @@ from ._table import EXPIRED_RETRIES, GroupTable, Row
 from ._task import TaskSpec
 from ._tree import ConsumerTree, EngineTree, StallReport
 from ._workers import Workers
-from .abc import InferenceController, Instrument, PauseMode, Tokenizer
+from .abc import InferenceController, Instrument, PauseMode, ReleaseTag, Tokenizer
 from .errors import (
     EndOfPrompts,
     EngineBroken,
     EngineBusy,
     EngineClosed,
+    InferenceError,
     Starved,
     Stuck,
     describe,
@@ -86,6 +89,9 @@ __all__ = ["Engine"]
 _log = logging.getLogger("rollnest")
 
 _GROUPS_AT_ONCE = 512  # of an evaluation, where neither groups nor turns have a bound
+
+_FIRST_ASKED_AGAIN = 0.05
+"""Seconds until a server is asked again for its first weights; doubled each time."""
 
 
 class _State(Enum):
@@ -140,6 +146,11 @@ class Engine:
             never.
         exit_grace: Seconds at the end of the block for closing the controller, and for worker threads.
         version: Weight version that the policy starts with.
+        start_paused: Whether the policy gets its first weights from the trainer, so that nothing is generated before.
+            The gate opens when a `paused()` block has updated or published them, with this `version` or a later one;
+            or when the server itself reports this version, unless that is 0: every server reports it that never got
+            weights. Until then the engine asks the controller for its version (when it is entered, and in
+            `next_batch`), and makes the calls of `paused()`; no others.
         seed: Of shuffles, `rollout.random` and derived sampling seeds.
         instruments: Hear what happens.
 
@@ -166,6 +177,7 @@ class Engine:
         stall_after: float | None = 300.0,
         exit_grace: float = 5.0,
         version: int = 0,
+        start_paused: bool = False,
         seed: int = 0,
         instruments: Sequence[Instrument] = (),
     ) -> None:
@@ -185,6 +197,8 @@ class Engine:
             check_real("stall_after", stall_after, 0, open_below=True)
         check_real("exit_grace", exit_grace, 0)
         check_whole("version", version, 0)
+        if not isinstance(start_paused, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"start_paused must be a bool, got {start_paused!r}")
         check_whole("seed", seed, 0)
         self._controller = controller
         self._specs = specs
@@ -198,6 +212,7 @@ class Engine:
         self._stall_after = stall_after
         self._exit_grace = exit_grace
         self._first_version = version
+        self._start_paused = start_paused
         self._seed = seed
         self._instruments = Instruments(instruments)
         self._state = _State.NEW
@@ -207,6 +222,7 @@ class Engine:
         self._consumer: tuple[int, float] | None = None  # the groups asked for, and since when
         self._pauser: int | None = None
         self._pausing: PauseContext | None = None
+        self._control = Control(controller)
         self._told_keep = False  # whether the log says that KEEP is ABORT here
         self._parts: _Parts | None = None
 
@@ -236,8 +252,10 @@ class Engine:
             # It is ours now: only production's end, and then `exit_grace`, end it. Not earlier, because
             # start() has to be able to cancel it as long as it waits for it.
             self._lifetime.shield = True
-            await self._check_version()
-            self._parts = parts = self._assemble()
+            reported = await self._check_version()
+            self._parts = parts = self._assemble(
+                awaits_weights=self._start_paused and not self._is_first(reported)
+            )
             self._group.start_soon(self._host_production, parts, name="rollnest production")
         except BaseException as error:
             self._production_over.set()  # production never began, so nobody else would say so
@@ -285,6 +303,7 @@ class Engine:
                     task_status.started()
                     await self._production_over.wait()
                     lifetime.deadline = current_time() + self._exit_grace
+                    await self._control.close()  # a pause in another task may be at it
             except Exception as error:
                 if not opened:
                     raise  # the error belongs to whoever enters the engine
@@ -334,7 +353,8 @@ class Engine:
             EndOfPrompts: Every task's prompts are used up and delivered.
             Starved: Too many groups of a task in a row were unusable; the next call goes on.
             Stuck: Groups are missing, none is in flight, and no strategy lets one start.
-            EngineBusy: Another call waits already; or the gate is closed and too few groups are ready.
+            EngineBusy: Another call waits already; or the gate is closed and too few groups are ready; or the engine
+                started paused, and the first weights are missing (with `wait_in_pause` after `outage` seconds).
             EngineBroken: The engine can't go on.
             EngineClosed: The block is not open.
             ValueError: `n` is below 1, or missing where the engine has no `batch_size`.
@@ -349,6 +369,12 @@ class Engine:
         parts = self._usable()
         if self._consumer is not None:
             raise EngineBusy("next_batch() is waiting already; only one call at a time")
+        self._consumer = n, parts.gate.clock()
+        try:
+            if parts.gate.awaits_weights:
+                await self._first_weights(parts, n, wait=wait_in_pause)
+        finally:
+            self._consumer = None
         if parts.gate.closed and not wait_in_pause:
             batch = parts.delivery.take(n, parts.gate.version)
             if batch is None:
@@ -394,7 +420,11 @@ class Engine:
         parts.delivery.commit(batch.index)
 
     def paused(
-        self, mode: PauseMode = PauseMode.ABORT, *, grace: float = 5.0
+        self,
+        mode: PauseMode = PauseMode.ABORT,
+        *,
+        grace: float = 5.0,
+        release: Collection[ReleaseTag] = (),
     ) -> AbstractAsyncContextManager[Pause]:
         """A block in which no forward pass of the policy runs.
 
@@ -408,10 +438,13 @@ class Engine:
             mode: What happens to the turns in flight.
             grace: Seconds until turns that have not ended are cut; they keep what they received. With `EVICT`, judgers
                 are cancelled then, too.
+            release: What the controller gives its memory back of while the block is on: `"kv"`, `"weights"`. When the
+                block is left, and before `update_weights`, the weights are reloaded, and then the cache.
 
         Raises:
-            PauseFailed: The controller did not confirm, or evicted groups did not end. Production goes on with the old
-                weights.
+            PauseFailed: The controller did not confirm, or did not release, or evicted groups did not end. Production
+                goes on with the old weights.
+            ValueError: The controller can't release what is named; or the mode is `KEEP`, whose turns need the cache.
             EngineBusy: Another pause is on.
             EngineBroken: The weights are unknown (an update failed or was cancelled), or the controller won't resume.
             EngineClosed: The engine's block is not open.
@@ -420,6 +453,7 @@ class Engine:
         cancellation or an error that leaves the block is never replaced by another.
         """
         parts = self._usable()
+        self._check_release(mode, release)
         if mode is PauseMode.KEEP and not self._can_keep():
             mode = PauseMode.ABORT
         return PauseContext(
@@ -427,7 +461,7 @@ class Engine:
             grace,
             gate=parts.gate,
             eviction=parts.eviction,
-            controller=self._controller,
+            controller=self._control,
             control_timeout=self._control_timeout,
             instruments=self._instruments,
             claim=self._claim_pause,
@@ -435,7 +469,8 @@ class Engine:
             give_way=self._give_way,
             updated=parts.evaluations.updated,
             break_engine=self._break,
-            check=self._check_whole,
+            check=self._usable,
+            give_back=release,
         )
 
     async def evaluate(
@@ -631,15 +666,72 @@ class Engine:
             _log.warning("the controller can't keep turns through a pause: %s; they abort", why)
         return False
 
-    async def _check_version(self) -> None:
+    def _check_release(self, mode: PauseMode, release: Collection[ReleaseTag]) -> None:
+        if isinstance(release, str):
+            raise TypeError(f"release must be a collection of tags, got the string {release!r}")
+        known = self._controller.capabilities.release_tags
+        for tag in release:
+            if tag not in known:
+                raise ValueError(
+                    f"release holds {tag!r}, and the controller can release {sorted(known) or 'nothing'}"
+                )
+        if release and mode is PauseMode.KEEP:
+            raise ValueError(
+                f"release must be empty with KEEP, whose turns stay in the controller's memory, got {release!r}"
+            )
+
+    async def _check_version(self) -> int | None:
+        """Asks which weights the policy has; with `start_paused` any will do for now."""
         with fail_after(self._control_timeout):
-            reported = await self._controller.version()
-        if reported is not None and reported != self._first_version:
+            reported = await self._control.version()
+        if reported not in (None, self._first_version) and not self._start_paused:
             raise ValueError(
                 f"version is {self._first_version}, but the controller reports {reported}"
             )
+        return reported
 
-    def _assemble(self) -> _Parts:
+    def _is_first(self, reported: int | None) -> bool:
+        """Whether the server's report says that it has its first weights. A server that never got any reports 0."""
+        return reported is not None and reported == self._first_version > 0
+
+    async def _first_weights(self, parts: _Parts, n: int, *, wait: bool) -> None:
+        """Asks the server whether it has its first weights; waits for them, at most `outage` seconds.
+
+        Raises:
+            EngineBusy: They are missing.
+        """
+        gate, says = parts.gate, "nothing"
+        by, again = gate.clock() + (self._outage if wait else 0.0), _FIRST_ASKED_AGAIN
+        while gate.awaits_weights:
+            if self._pausing is None:  # a pause is at the controller itself
+                try:
+                    with fail_after(self._control_timeout):
+                        reported = await self._control.version()
+                except (InferenceError, TimeoutError) as error:
+                    says = describe(error)
+                else:
+                    says = "no version" if reported is None else f"version {reported}"
+                    if self._is_first(reported) and gate.awaits_weights:
+                        gate.adopt(self._first_version)
+                        if self._pausing is None:
+                            gate.open()
+                            self._instruments.tell("gate_opened", gate.version)
+                            self._ring()
+                        return
+            left = by - gate.clock()
+            if left <= 0:
+                raise EngineBusy(
+                    f"the engine started paused, and waits for weights of version {gate.version}: no paused() block "
+                    f"has updated or published them, and the server reports {says}",
+                    ready=parts.delivery.ready(n),
+                    asked=n,
+                )
+            with move_on_after(min(again, left)):
+                await self._ready.wait()
+            self._usable()
+            again *= 2
+
+    def _assemble(self, *, awaits_weights: bool) -> _Parts:
         """Builds everything once the controller's capabilities are known."""
         capabilities = self._controller.capabilities
         for spec in self._specs:
@@ -652,7 +744,12 @@ class Engine:
         if self._tokenizer is not None:
             stop_token_ids |= self._tokenizer.stop_token_ids
         clock = loop_clock()
-        gate = Gate(version=self._first_version, slots=Slots(self._capacity.turns), clock=clock)
+        gate = Gate(
+            version=self._first_version,
+            slots=Slots(self._capacity.turns),
+            clock=clock,
+            awaits_weights=awaits_weights,
+        )
         outage = Outage(gate, self._instruments, self._outage)
         prober = Prober(
             outage,
@@ -841,6 +938,10 @@ class Engine:
 
     def _release_pause(self) -> None:
         self._pausing = None
+        self._ring()
+
+    def _ring(self) -> None:
+        """The gate may have opened, or the version changed: everybody looks again."""
         parts = self._entered()
         parts.evaluations.go_on()
         parts.delivery.expire(parts.gate.version)

@@ -31,14 +31,7 @@ _NO_LIMIT = nullcontext()
 
 
 class OverLimit(Exception):
-    """A limit of ours is over; apart from any `TimeoutError` that user code raises itself.
-
-    Attributes:
-        limit: Which.
-    """
-
-    def __init__(self, limit: Limit) -> None:
-        self.limit = limit
+    """A limit of ours is over; apart from any `TimeoutError` that user code raises itself."""
 
 
 class Gate:
@@ -46,6 +39,7 @@ class Gate:
 
     Attributes:
         version: The policy's weight version.
+        awaits_weights: Whether the policy has not got its first weights yet; it stays closed until then.
         epoch: How often the gate was closed so far.
         closed: Whether a pause is on.
         barred: Whether the server is down, or may be.
@@ -59,16 +53,22 @@ class Gate:
     """
 
     def __init__(
-        self, *, version: int, slots: Slots, clock: Callable[[], float] = current_time
+        self,
+        *,
+        version: int,
+        slots: Slots,
+        clock: Callable[[], float] = current_time,
+        awaits_weights: bool = False,
     ) -> None:
         self.version = version
+        self.awaits_weights = awaits_weights
         self.clock = clock
         self.epoch: int = 0
-        self.closed: bool = False
+        self.closed: bool = awaits_weights
         self.barred: bool = False
-        self.shut: bool = False
+        self.shut: bool = awaits_weights
         self.closed_seconds: float = 0.0
-        self.closed_since = 0.0
+        self.closed_since = clock() if awaits_weights else 0.0
         self.slots = slots
         self.last_end: float = clock()
         self.on_end: Callable[[], None] | None = None
@@ -103,18 +103,26 @@ class Gate:
 
     def close(self) -> None:
         """From now on no turn starts, and limits stand still."""
+        if not self.closed:
+            self.closed_since = self.clock()
         self.closed = True
         self.epoch += 1
-        self.closed_since = self.clock()
         self._shut()
 
     def open(self) -> None:
-        """Lets every waiting turn through, unless it is barred too."""
+        """Lets every waiting turn through, unless it is barred too; stays closed without weights."""
+        if self.awaits_weights:
+            return
         self.closed = False
         now = self.clock()
         self.closed_seconds += now - self.closed_since
         self.last_end = now - max(0.0, self.closed_since - self.last_end)
         self._unshut()
+
+    def adopt(self, version: int) -> None:
+        """The policy has weights of a version."""
+        self.version = version
+        self.awaits_weights = False
 
     def bar(self) -> None:
         """As `close`, but it is no pause, and probes pass."""
@@ -282,11 +290,6 @@ class Limit:
         self._left = seconds
         self._scope = CancelScope()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no time is left; not to be asked while it runs."""
-        return self._left <= 0
-
     def go(self) -> None:
         """Lets the time run."""
         self._scope.deadline = self._gate.clock() + self._left
@@ -310,6 +313,5 @@ class Limit:
         self._gate.leave_limit(self)
         swallowed = self._scope.__exit__(exc_type, exc, traceback)
         if self._scope.cancelled_caught:
-            self._left = 0.0
-            raise OverLimit(self)
+            raise OverLimit
         return swallowed

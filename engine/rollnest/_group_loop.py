@@ -8,7 +8,7 @@ from typing import TypeVar, TypeVarTuple
 
 from anyio import CancelScope
 
-from ._gate import Gate, OverLimit
+from ._gate import Gate
 from ._live import LiveGroup
 from ._members import Members, cancellation_alone, kind_of
 from ._records import Failure, Prompt, Sample, Status
@@ -36,12 +36,8 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
         return
     group = _OpenGroup(members)
     row, failure = members.row, None
-    over = False
     try:
-        with gate.limit(spec.limits.group):
-            await spec.loop.generate_group(group)
-    except OverLimit:
-        over = True
+        await spec.loop.generate_group(group)
     except Exception as error:
         failure = Failure.of(kind_of(error), error)
     except BaseExceptionGroup as error:
@@ -49,9 +45,7 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
         raise cancellation_alone(who, error) from None
     finally:
         group.close()
-    if over:
-        await group.end_rest(f"the group took over {spec.limits.group} s")
-    elif failure is None:
+    if failure is None:
         await group.end_rest()
     else:
         group.fail_rest(failure)
@@ -152,18 +146,16 @@ class _OpenGroup(LiveGroup):
         """The group loop has returned."""
         self._closed = True
 
-    async def end_rest(self, over: str | None = None) -> None:
-        """Ends the members that have not, as if their loop had returned or was over a limit, and judges each."""
+    async def end_rest(self) -> None:
+        """Ends the members that have not, as if their loop had returned, and judges each."""
         live = [r for r in self.rollouts if r.index not in self._members.samples]
         if live:
-            await self._members.each(self._end, live, over)
+            await self._members.each(self._end, live)
 
-    async def _end(self, rollout: Rollout, over: str | None) -> None:
+    async def _end(self, rollout: Rollout) -> None:
         index = rollout.index
         sample = self._members.unjudged.get(index)  # run() was cancelled while it was judged
-        if sample is None and over is not None:
-            sample = self._members.over_limit(rollout, over)
-        elif sample is None and index in self._begun:
+        if sample is None and index in self._begun:
             lost = Failure("loop", "the group loop cancelled its run()")
             sample = freeze_rollout(rollout, Status.FAILED, lost)
         elif sample is None and not rollout.turns:

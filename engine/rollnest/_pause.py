@@ -6,13 +6,15 @@ abort-all. What is still open after `grace` is cut; it keeps what it received. O
 to pause, and only its confirmation lets the block begin (I10).
 
 On the way out the weights decide: known ones let production go on, unknown ones break the engine, and the gate
-stays closed for ever. A cancellation or an error that leaves the block is never replaced by one of ours.
+stays closed for ever. What was released is reloaded first: the weights, because an update needs them, then the cache. A
+cancellation or an error that leaves the block is never replaced by one of ours.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from types import TracebackType
 
 from anyio import (
@@ -27,13 +29,16 @@ from anyio import (
 from anyio.lowlevel import checkpoint
 
 from ._checks import check_real, check_whole
+from ._control import Control
 from ._eviction import Eviction
 from ._gate import Gate
 from ._instruments import Instruments
 from ._tree import PauseTree
-from .abc import InferenceController, PauseMode, WeightSource
+from .abc import PauseMode, ReleaseTag, WeightSource
 from .errors import (
     EngineBusy,
+    EngineClosed,
+    InferenceError,
     PauseFailed,
     WeightsState,
     WeightUpdateFailed,
@@ -43,6 +48,8 @@ from .errors import (
 __all__ = ["Pause", "PauseContext"]
 
 _log = logging.getLogger("rollnest")
+
+_RELOAD_ORDER: tuple[ReleaseTag, ...] = ("weights", "kv")
 
 _FIRST_AGAIN = 0.05  # seconds until a control call is sent again; doubled each time
 
@@ -56,12 +63,13 @@ class Pause:
         open: Whether the block is on.
         weights: What the policy holds, against when the block began.
         moved: Version that the trainer has published and the controller was not told of yet.
+        released: What the controller has given the memory back of, and not taken again yet.
     """
 
     def __init__(
         self,
         gate: Gate,
-        controller: InferenceController,
+        controller: Control,
         control_timeout: float,
         instruments: Instruments,
     ) -> None:
@@ -72,6 +80,7 @@ class Pause:
         self.open = False
         self.weights: WeightsState = WeightsState.OLD
         self.moved: int | None = None
+        self.released: set[ReleaseTag] = set()
         self.quiet_seconds: float = 0.0
         self.turns_in_flight: int = len(gate.in_flight)
 
@@ -80,15 +89,23 @@ class Pause:
 
         Args:
             source: A state dict, a directory, or an async callable that moves them itself.
-            version: Their version, above the present one; `None` is the next.
+            version: Their version, above the present one; `None` is the next. The first weights of an engine with
+                `start_paused` have the version that it waits for, or a later one; `None` is that version.
+
+        If the weights are released they are reloaded first.
 
         Raises:
             ValueError: The version does not rise.
+            InferenceError: Released weights could not be reloaded; nothing has changed.
+            EngineBusy: The block is not on.
+            EngineClosed: The engine's block was left meanwhile.
             WeightUpdateFailed: They did not load, or the server reports another version afterwards.
 
         Cancellation: nobody knows then what the policy holds, so leaving the block breaks the engine.
         """
         version = self._next(version)
+        if "weights" in self.released:
+            await self.reload("weights")
         before, self.weights = self.weights, WeightsState.UNKNOWN
         try:
             await self._controller.update_weights(source, version)
@@ -98,7 +115,7 @@ class Pause:
             # Old means: as before this call, which may have been an earlier call's new weights.
             self.weights = before if error.weights is WeightsState.OLD else error.weights
             if error.weights is WeightsState.NEW:
-                self._gate.version = version
+                self._gate.adopt(version)
                 self._instruments.tell("weights_updated", version)
             raise
         if reported is not None and reported != version:
@@ -106,7 +123,7 @@ class Pause:
                 f"the server reports version {reported} after an update to {version}",
                 weights=WeightsState.UNKNOWN,
             )
-        self._gate.version = version
+        self._gate.adopt(version)
         self.weights = WeightsState.NEW
         self.moved = None
         self._instruments.tell("weights_updated", version)
@@ -119,19 +136,71 @@ class Pause:
 
         Raises:
             ValueError: The version does not rise.
+            EngineBusy: The weights are released: `reload("weights")` comes first. Or the block is not on.
         """
-        self._gate.version = self.moved = self._next(version)
+        version = self._next(version)
+        if "weights" in self.released:
+            raise EngineBusy(
+                'the weights are released, so nobody can have moved them: await pause.reload("weights") first'
+            )
+        self._gate.adopt(version)
+        self.moved = version
         self.weights = WeightsState.NEW
         self._instruments.tell("weights_updated", version)
 
-    def _next(self, version: int | None) -> int:
+    async def reload(self, *tags: ReleaseTag) -> None:
+        """Takes memory again that `paused(release=)` has given back; what is left is reloaded when the block is left.
+
+        Args:
+            tags: `"weights"`, `"kv"`; those that were reloaded before are ignored.
+
+        Raises:
+            ValueError: A tag is unknown, or there is none.
+            InferenceError: The controller could not, or took over `control_timeout` seconds. It is tried again when
+                the block is left.
+            EngineBusy: The block is not on.
+            EngineClosed: The engine's block was left meanwhile.
+
+        Cancellation: it is asked for again when the block is left.
+        """
+        self._check_open()
+        if not tags or not set(tags) <= set(_RELOAD_ORDER):
+            raise ValueError(f"reload() takes 'weights' and 'kv', got {tags!r}")
+        await checkpoint()
+        try:
+            with fail_after(self._control_timeout):
+                await self.take_back(tags)
+        except TimeoutError as error:
+            raise InferenceError(
+                f"the controller did not reload {', '.join(tags)} within {self._control_timeout} s",
+                retryable=True,
+            ) from error
+
+    async def take_back(self, tags: Collection[ReleaseTag]) -> None:
+        """Reloads those tags that are released; the weights first."""
+        for tag in _RELOAD_ORDER:
+            if tag in tags and tag in self.released:
+                await self._controller.reload((tag,))
+                self.released.discard(tag)
+
+    def _check_open(self) -> None:
         if not self.open:
             raise EngineBusy("weights can only change inside the paused() block")
+        self._controller.check()
+
+    def _next(self, version: int | None) -> int:
+        self._check_open()
+        gate = self._gate
+        least = gate.version if gate.awaits_weights else gate.version + 1
         if version is None:
-            return self._gate.version + 1
+            return least
         check_whole("version", version, 0)
-        if version <= self._gate.version:
-            raise ValueError(f"version must rise: {version} after {self._gate.version}")
+        if version < least:
+            if gate.awaits_weights:
+                raise ValueError(
+                    f"version must be >= {least}, which the engine waits for: {version}"
+                )
+            raise ValueError(f"version must rise: {version} after {gate.version}")
         return version
 
     def __repr__(self) -> str:
@@ -153,7 +222,7 @@ class PauseContext:
         *,
         gate: Gate,
         eviction: Eviction,
-        controller: InferenceController,
+        controller: Control,
         control_timeout: float,
         instruments: Instruments,
         claim: Callable[[PauseContext], None],
@@ -161,7 +230,8 @@ class PauseContext:
         give_way: Callable[[], Awaitable[None]],
         updated: Callable[[int], None],
         break_engine: Callable[[str, BaseException], None],
-        check: Callable[[], None],
+        check: Callable[[], object],
+        give_back: Collection[ReleaseTag] = (),
     ) -> None:
         if not isinstance(mode, PauseMode):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"mode must be a PauseMode, got {mode!r}")
@@ -179,10 +249,11 @@ class PauseContext:
         self._updated = updated
         self._break_engine = break_engine
         self._check = check
-        self._pause: Pause | None = None
+        self._give_back = tuple(give_back)
+        self._pause = Pause(gate, controller, control_timeout, instruments)
+        self._entered = False
         self._phase = "quiet"
         self._by = ""
-        self._moved: int | None = None
 
     async def __aenter__(self) -> Pause:
         self._claim(self)
@@ -193,7 +264,9 @@ class PauseContext:
             self._release()
             raise
         started = current_time()
-        pause = Pause(self._gate, self._controller, self._control_timeout, self._instruments)
+        self._pause = pause = Pause(
+            self._gate, self._controller, self._control_timeout, self._instruments
+        )
         self._gate.close()
         self._instruments.tell("gate_closed", pause.turns_in_flight)
         try:
@@ -205,7 +278,11 @@ class PauseContext:
             if self._mode is PauseMode.EVICT:
                 self._phase = "evict"
                 await self._evict(judgers_by=started + self._grace, by=by)
+            if self._give_back:
+                self._phase = "release"
+                await self._release_memory(by=by)
             await checkpoint()
+            self._controller.check()
         except BaseException as error:
             # Nothing was changed: the old weights serve on, whatever kept the pause from coming about.
             await self._leave(error)
@@ -213,8 +290,7 @@ class PauseContext:
                 self._instruments.tell("pause_failed", error)
             raise
         pause.quiet_seconds = current_time() - started
-        pause.open = True
-        self._pause = pause
+        pause.open = self._entered = True
         self._phase = "body"
         self._instruments.tell("paused", pause.quiet_seconds)
         return pause
@@ -225,10 +301,10 @@ class PauseContext:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        pause, self._pause = self._pause, None
-        if pause is None:
+        pause = self._pause
+        if not self._entered:
             raise RuntimeError("the paused() block is left without having been entered")
-        pause.open = False
+        pause.open = self._entered = False
         if pause.weights is WeightsState.UNKNOWN:
             cause = exc if exc is not None else RuntimeError("an update of the weights failed")
             self._break_engine("nobody knows which weights the policy holds", cause)
@@ -236,7 +312,6 @@ class PauseContext:
             if exc is None:
                 self._check()
             return
-        self._moved = pause.moved
         await self._leave(exc)
 
     def tree(self, now: float) -> PauseTree:
@@ -290,8 +365,28 @@ class PauseContext:
                 else "the controller did not confirm the pause"
             )
             raise PauseFailed(f"{late} within {self._control_timeout} s") from error
+        except EngineClosed:
+            raise
         except Exception as error:
             raise PauseFailed(f"the controller did not pause: {describe(error)}") from error
+
+    async def _release_memory(self, *, by: float) -> None:
+        """Has the controller give memory back; what it has done when it fails is not known, so all is reloaded."""
+        self._pause.released.update(self._give_back)
+        named = ", ".join(self._give_back)
+        try:
+            with fail_after(min(self._control_timeout, by - current_time())):
+                await self._controller.release(self._give_back)
+        except TimeoutError as error:
+            raise PauseFailed(
+                f"the controller did not release {named} within {self._control_timeout} s"
+            ) from error
+        except EngineClosed:
+            raise
+        except Exception as error:
+            raise PauseFailed(
+                f"the controller did not release {named}: {describe(error)}"
+            ) from error
 
     async def _evict(self, *, judgers_by: float, by: float) -> None:
         """Ends all groups: those that are being judged once that is done, or their time is over."""
@@ -334,26 +429,47 @@ class PauseContext:
             self._release()
 
     def _go_on(self, failure: Exception | None) -> None:
-        if failure is not None and self._gate.barred:
+        if isinstance(failure, EngineClosed):
+            return  # nothing goes on
+        if failure is not None and self._gate.barred and not self._pause.released:
             # The server is down, which a pause does not change: the probe finds out when it answers.
             _log.warning("the controller did not resume in an outage: %s", describe(failure))
             failure = None
         if failure is None:
             self._updated(self._gate.version)
             self._gate.open()
-            self._instruments.tell("gate_opened", self._gate.version)
+            if not self._gate.closed:
+                self._instruments.tell("gate_opened", self._gate.version)
         else:
-            self._break_engine("the controller did not resume", failure)
+            what = "reload" if self._pause.released else "resume"
+            self._break_engine(f"the controller did not {what}", failure)
 
     async def _resume(self) -> Exception | None:
-        """Resumes the controller, whatever is being cancelled; asks again and again, within `control_timeout`."""
+        """Has the controller go on, whatever is being cancelled: reload, hear of published weights, resume."""
+        pause = self._pause
+        steps: list[Callable[[], Awaitable[None]]] = [self._controller.resume]
+        if "kv" in pause.released:
+            steps.append(partial(pause.take_back, _RELOAD_ORDER[1:]))
+        if pause.moved is not None:
+            steps.append(self._tell_moved)
+        if "weights" in pause.released:
+            steps.append(partial(pause.take_back, _RELOAD_ORDER[:1]))
+        for step in reversed(steps):
+            failure = await self._insist(step)
+            if failure is not None:
+                return failure
+        return None
+
+    async def _insist(self, call: Callable[[], Awaitable[None]]) -> Exception | None:
+        """Asks again and again, within `control_timeout`."""
         failure: Exception = TimeoutError(f"no answer within {self._control_timeout} s")
         with move_on_after(self._control_timeout, shield=True):
             again = _FIRST_AGAIN
             while True:
                 try:
-                    await self._tell_moved()
-                    await self._controller.resume()
+                    await call()
+                except EngineClosed as error:
+                    return error
                 except Exception as error:
                     failure = error
                     await sleep(again)
@@ -364,13 +480,14 @@ class PauseContext:
 
     async def _tell_moved(self) -> None:
         """Tells the controller of weights that the trainer has moved itself."""
-        if self._moved is None:
+        moved = self._pause.moved
+        if moved is None:
             return
-        await self._controller.update_weights(_moved_already, self._moved)
+        await self._controller.update_weights(_moved_already, moved)
         reported = await self._controller.version()
-        if reported is not None and reported != self._moved:
+        if reported is not None and reported != moved:
             raise WeightUpdateFailed(
-                f"the server reports version {reported}, but {self._moved} was published",
+                f"the server reports version {reported}, but {moved} was published",
                 weights=WeightsState.UNKNOWN,
             )
-        self._moved = None
+        self._pause.moved = None

@@ -33,6 +33,7 @@ __all__ = [
     "Judger",
     "JudgerLike",
     "PauseMode",
+    "ReleaseTag",
     "PromptSource",
     "SamplingField",
     "Tokenizer",
@@ -82,6 +83,24 @@ def _are_servers_modes(_: Any, attribute: Attribute[Any], value: frozenset[Any])
         )
 
 
+ReleaseTag = Literal["kv", "weights"]
+"""What a controller may be able to give its memory back of: the cache of keys and values, or the weights."""
+
+_RELEASE_TAGS = ("kv", "weights")
+
+
+def _frozen_tags(value: Iterable[ReleaseTag]) -> frozenset[ReleaseTag]:
+    if isinstance(value, str):
+        raise TypeError(f"release_tags must hold tags, got the string {value!r}")
+    return frozenset(value)
+
+
+def _are_release_tags(_: Any, attribute: Attribute[Any], value: frozenset[Any]) -> None:
+    for tag in value:
+        if tag not in _RELEASE_TAGS:
+            raise ValueError(f"{attribute.name} may hold 'kv' and 'weights', got {tag!r}")
+
+
 def _frozen_ids(value: Iterable[int]) -> frozenset[int]:
     return frozenset(value)
 
@@ -105,6 +124,7 @@ class Capabilities:
         version_spans: Whether it reports the weight version of each token, so that one attempt may have several.
         pause_modes: What its `pause` can be asked for: `ABORT`, which every controller can, because the engine has
             brought the turns to rest before; and `KEEP`, if it can freeze requests in flight and let them go on.
+        release_tags: What its `release` can give the memory back of.
     """
 
     vocab_size: int = field(validator=whole(1))
@@ -120,6 +140,11 @@ class Capabilities:
     version_spans: bool = False
     pause_modes: frozenset[PauseMode] = field(
         default=frozenset({PauseMode.ABORT}), converter=_frozen_modes, validator=_are_servers_modes
+    )
+    release_tags: frozenset[ReleaseTag] = field(
+        default=frozenset["ReleaseTag"](),
+        converter=_frozen_tags,
+        validator=_are_release_tags,
     )
 
 
@@ -206,6 +231,23 @@ class InferenceController(Protocol):
 
     async def version(self) -> int | None:
         """Returns the weight version that the server itself reports; `None` if it keeps none."""
+        ...
+
+    async def release(self, tags: Collection[ReleaseTag]) -> None:
+        """Gives memory back; called only while paused, with nothing in flight, and with tags of `release_tags`.
+
+        Until `reload` the engine makes no call that needs what was released: none at all but `reload` while the weights
+        are, and neither `generate` nor `resume` while the cache is. Idempotent.
+
+        Cancellation: the engine reloads all tags afterwards.
+        """
+        ...
+
+    async def reload(self, tags: Collection[ReleaseTag]) -> None:
+        """Takes the memory again: the weights are as before the release, the cache is empty. Idempotent.
+
+        Tags that are not released are ignored.
+        """
         ...
 
 

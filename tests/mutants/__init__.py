@@ -497,83 +497,115 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
         ),
     ),
     (
-        "test_redundancy.py",
+        "test_pause_evict.py",
         _mutant(
-            "members",
-            "spare members run to their end",
+            "I7",
+            "eviction gives up members that have ended",
+            (
+                "_table.py",
+                "            if completed and not self._restart_whole:\n",
+                "            if False:\n",
+            ),
+        ),
+    ),
+    (
+        "test_pause_evict.py",
+        _mutant(
+            "I7",
+            "eviction cancels a group whose judgers are at it",
             (
                 "_members.py",
-                "        if enough or (hopeless and not self.unjudged):\n",
-                "        if hopeless and not self.unjudged:\n",
+                "if (at_once or not self._being_judged) and not self._has_ended:",
+                "if not self._has_ended:",
             ),
         ),
     ),
     (
-        "test_redundancy.py",
+        "test_pause_evict.py",
         _mutant(
-            "members",
-            "a group has all that completed",
+            "I7",
+            "a sample that was not judged in time is made again",
             (
-                "_members.py",
-                "if s.status is Status.COMPLETED][:size]",
-                "if s.status is Status.COMPLETED]",
+                "_table.py",
+                "            elif sample.unjudged and not self._restart_whole:\n",
+                "            elif False:\n",
             ),
         ),
     ),
     (
-        "test_failure_policy.py",
+        "test_pause_keep.py",
         _mutant(
-            "members",
-            "one retry too many",
+            "I3",
+            "a frozen turn's late tokens get the version that it began with",
             (
-                "_members.py",
-                "self._failures[whose, failure.kind] >= policy.retries",
-                "self._failures[whose, failure.kind] > policy.retries",
+                "_attempt.py",
+                "                if self._newest_version is not None and self._newest_version() != versions:\n",
+                "                if False:\n",
             ),
         ),
     ),
     (
-        "test_failure_policy.py",
+        "test_pause_keep.py",
         _mutant(
-            "members",
-            "siblings that are judged are cancelled",
-            ("_members.py", "(hopeless and not self.unjudged)", "hopeless"),
-        ),
-    ),
-    (
-        "test_refine.py",
-        _mutant(
-            "members",
-            "who was refined away is nowhere",
+            "I10",
+            "kept turns are aborted",
             (
-                "_group.py",
-                "            self._table.let_go(sample, REFINED)\n",
-                "            pass\n",
+                "_pause.py",
+                "            if self._mode is not PauseMode.KEEP:\n",
+                "            if True:\n",
             ),
         ),
     ),
     (
-        "test_group_loops.py",
+        "test_partials.py",
         _mutant(
-            "members",
-            "a run that was cancelled is trained",
+            "I6",
+            "tokens that are too old are trained",
             (
-                "_group_loop.py",
-                "        elif sample is None and index in self._begun:\n",
-                "        elif sample is None and index < 0:\n",
+                "_records.py",
+                "        first = self._first_trained\n",
+                "        first = 0\n",
             ),
         ),
     ),
     (
-        "test_limits.py",
+        "test_partials.py",
         _mutant(
-            "members",
-            "a turn that timed out has lost its tokens",
+            "I9",
+            "a discarded partial is kept",
             (
                 "_context.py",
-                "            usable = timed_out = services.limits",
-                "            usable = timed_out = False and services.limits",
+                "            if not services.partial and self._is_partial(done, sampling):\n",
+                "            if False:\n",
             ),
+        ),
+    ),
+    (
+        "test_pause_and_leave.py",
+        _mutant(
+            "I10",
+            "a controller is called that was closed",
+            (
+                "_control.py",
+                "            self.check()\n            with CancelScope()",
+                "            with CancelScope()",
+            ),
+        ),
+    ),
+    (
+        "test_start_paused.py",
+        _mutant(
+            "I9",
+            "the gate opens without weights",
+            ("_gate.py", "        if self.awaits_weights:\n            return\n", ""),
+        ),
+    ),
+    (
+        "test_pause_release.py",
+        _mutant(
+            "I10",
+            "the controller resumes before its memory is back",
+            ("_pause.py", "        for step in reversed(steps):\n", "        for step in steps:\n"),
         ),
     ),
 )

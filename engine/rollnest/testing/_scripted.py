@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 from attrs import field, frozen
 
 from rollnest._attempt import Attempt
-from rollnest.abc import Capabilities, PauseMode, SamplingField, WeightSource
+from rollnest.abc import Capabilities, PauseMode, ReleaseTag, SamplingField, WeightSource
 from rollnest.errors import InferenceError, WeightsState, WeightUpdateFailed
 
 __all__ = ["Reply", "Script", "ScriptedController", "Stall", "expected_logprob", "expected_token"]
@@ -105,6 +105,7 @@ class ScriptedController:
         while_paused: Tokens made while paused; must stay 0.
         sampled: Tokens made, kept or not.
         weights: What the last update brought.
+        refused: Calls that came while what they need was released; must stay empty.
     """
 
     def __init__(
@@ -141,9 +142,11 @@ class ScriptedController:
             sampling=_ALL_SAMPLING,
             version_spans=True,
             pause_modes={PauseMode.ABORT, PauseMode.KEEP},
+            release_tags={"kv", "weights"},
         )
         self._paused = False
         self._keeping = False
+        self._released: set[ReleaseTag] = set()
         self._version = version
         self._entered = False
         self.log: list[tuple[Any, ...]] = []
@@ -154,6 +157,7 @@ class ScriptedController:
         self.prompts: list[list[int]] = []
         self.sampled: int = 0
         self.weights: WeightSource | None = None
+        self.refused: list[str] = []
         self._stall: Stall | None = None
 
     # InferenceController
@@ -170,7 +174,8 @@ class ScriptedController:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._entered = False
+        self._entered = self._paused = self._keeping = False
+        self._released.clear()
         self.log.append(("exit", len(self.open)))
         await checkpoint()
 
@@ -183,6 +188,7 @@ class ScriptedController:
         """Plays the script."""
         if not self._entered:
             raise InferenceError("the scripted server is not open", maybe_executed=False)
+        self._refuse_released("generate")
         self.log.append(("generate", attempt.id))
         self.prompts.append(attempt.prompt_ids.tolist())
         answering = _Answering(attempt)
@@ -196,6 +202,7 @@ class ScriptedController:
     async def abort(self, ids: Collection[str] | None) -> None:
         """Ends turns early, with the share of the answer that was due."""
         self.log.append(("abort", None if ids is None else tuple(ids)))
+        self._refuse_released("abort")
         await checkpoint()
         if self._abort_delay:
             await sleep(self._abort_delay)
@@ -206,6 +213,7 @@ class ScriptedController:
     async def pause(self, mode: PauseMode) -> None:
         """Stops making tokens. With `KEEP` answers stand still where they are, and go on after `resume`."""
         self.log.append(("pause", mode))
+        self._refuse_released("pause")
         if self._pause_hangs:
             await sleep_forever()
         if mode is PauseMode.KEEP:
@@ -224,6 +232,7 @@ class ScriptedController:
         """Makes tokens again."""
         self.log.append(("resume",))
         await checkpoint()
+        self._refuse_released("resume")
         if self._resume_failures:
             self._resume_failures -= 1
             raise InferenceError("503: not yet", retryable=True)
@@ -233,6 +242,7 @@ class ScriptedController:
         """Takes a new version."""
         self.log.append(("update_weights", version))
         await checkpoint()
+        self._refuse_released("update_weights", but="kv")
         if not self._paused:
             raise WeightUpdateFailed(
                 "weights can only be updated while paused", weights=WeightsState.OLD
@@ -249,7 +259,22 @@ class ScriptedController:
     async def version(self) -> int | None:
         """The version it has."""
         await checkpoint()
+        self._refuse_released("version", but="kv")
         return self._version
+
+    async def release(self, tags: Collection[ReleaseTag]) -> None:
+        """Refuses every call that needs what is released, until `reload`; with the weights, that is every call."""
+        self.log.append(("release", tuple(tags)))
+        await checkpoint()
+        if not self._paused or self.open:
+            raise InferenceError("memory can only be released while paused, with nothing in flight")
+        self._released.update(tags)
+
+    async def reload(self, tags: Collection[ReleaseTag]) -> None:
+        """Takes back what was released."""
+        self.log.append(("reload", tuple(tags)))
+        await checkpoint()
+        self._released.difference_update(tags)
 
     @contextmanager
     def stalled(self, *, after: int) -> Generator[Stall]:
@@ -264,6 +289,14 @@ class ScriptedController:
                 answering.woken.set()
 
     # How it plays
+
+    def _refuse_released(self, call: str, *, but: ReleaseTag | None = None) -> None:
+        missing = self._released - {but}
+        if missing:
+            self.refused.append(call)
+            raise InferenceError(
+                f"{call}() while {', '.join(sorted(missing))} released", maybe_executed=False
+            )
 
     def _go_on(self) -> None:
         self._paused = self._keeping = False
