@@ -220,7 +220,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "nobody says that a publication made groups too old",
         (
             "_delivery.py",
-            "                self._on_expired(name)\n",
+            "                self._on_expired(name, count)\n",
             "                pass\n",
         ),
         (
@@ -308,8 +308,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "resume skipped when the pause is cancelled on its way in",
         (
             "_pause.py",
-            "            await self._leave(error)\n            raise",
-            "            self._release()\n            raise",
+            "            await self._leave(error)\n            if isinstance(error, PauseFailed):\n",
+            "            self._release()\n            if isinstance(error, PauseFailed):\n",
         ),
     ),
     _mutant(
