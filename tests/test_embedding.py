@@ -40,7 +40,7 @@ class Written(TransformersController):
         self.calls.append("abort")
         await super().abort(ids)
 
-    async def pause(self, mode: PauseMode) -> None:
+    async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
         self.calls.append("pause")
         await super().pause(mode)
 
