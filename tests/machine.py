@@ -28,12 +28,23 @@ from anyio.lowlevel import checkpoint
 from attrs import evolve, field, frozen
 from hypothesis import strategies as st
 
-from rollnest import AsyncStrategy, Batch, Capacity, Engine, Limits, PauseMode, SyncStrategy
+from rollnest import (
+    AsyncStrategy,
+    Batch,
+    Capacity,
+    Engine,
+    EvalResult,
+    FailurePolicy,
+    Limits,
+    PauseMode,
+    SyncStrategy,
+)
 from rollnest.errors import (
     EndOfPrompts,
     EngineBroken,
     EngineBusy,
     EngineClosed,
+    EvaluationCancelled,
     PauseFailed,
     RollnestError,
     Starved,
@@ -44,7 +55,7 @@ from rollnest.testing import assert_conserved, virtual_backends
 
 from .machine_model import CALM, FAULTS, Mood, Plan, Server, Watcher, World
 
-__all__ = ["ENDS", "RULES", "Setting", "Step", "play", "runs"]
+__all__ = ["ENDS", "MODES", "RULES", "STATES", "Setting", "Step", "play", "runs"]
 
 End: TypeAlias = Literal[
     "normal", "error", "cancel", "native", "drain", "unknown", "interrupted", "stuck"
@@ -61,11 +72,12 @@ ENDS: Sequence[End] = (
     "interrupted",
     "stuck",
 )
-MODES = (PauseMode.KEEP, PauseMode.ABORT, PauseMode.WAIT)
-"""Without `EVICT`: the model does not know loops that run again from their journal."""
-
+MODES = tuple(PauseMode)
+STATES = ("drawn", "in a turn", "in a tool", "in a judge", "ready")
 _LONG = 1e6  # seconds; whatever takes that long never ends
 _TICK = 1e-3
+_PATIENCE = 3.0  # seconds for which a pause waits for an evaluation
+_OUTAGE = 1e5  # seconds; longer than any run's server is down
 
 
 @frozen(repr=False)
@@ -110,12 +122,28 @@ class _Consumer:
         self.native = False
 
 
+class _Evaluator:
+    """An `evaluate` in a task of its own."""
+
+    def __init__(self, on_update: Literal["wait", "cancel", "mark"], limit: int | None) -> None:
+        self.on_update: Literal["wait", "cancel", "mark"] = on_update
+        self.limit = limit
+        self.scope = CancelScope()
+        self.begun = Event()
+        self.done = Event()
+        self.result: EvalResult | None = None
+        self.error: RollnestError | None = None
+        self.task: asyncio.Task[Any] | None = None
+        self.native = False
+
+
 class _Pauser:
     """A `paused()` block in a task of its own."""
 
-    def __init__(self, grace: float, mode: PauseMode) -> None:
+    def __init__(self, grace: float, mode: PauseMode, when: str | None = None) -> None:
         self.grace = grace
         self.mode = mode
+        self.when = when  # a group's state that it lies in wait for
         self.scope = CancelScope()
         self.phase: Literal["closing", "body", "leaving", "done"] = "closing"
         self.moved = Event()  # set when the phase changes
@@ -153,10 +181,14 @@ class Machine:
             publish_every=setting.publish_every,
             capacity=setting.capacity,
             control_timeout=2.0,
+            outage=_OUTAGE,
             seed=setting.seed,
             instruments=[Watcher(self.world)],
         )
+        self.world.on_closed = self._meet
+        self.world.had_failures = lambda: self.engine.statistics().failed_requests > 0
         self.consumer: _Consumer | None = None
+        self.evaluator: _Evaluator | None = None
         self.pauser: _Pauser | None = None
         self.tasks: TaskGroup
         self.last_pause: Any = None
@@ -287,6 +319,12 @@ class Machine:
                 self._reap()
         if self.consumer is not None:
             self.world.fault("next_batch() outlived the engine")
+        with move_on_after(1.0):
+            if self.evaluator is not None:
+                await self.evaluator.done.wait()
+                self._reap()
+        if self.evaluator is not None:
+            self.world.fault("evaluate() outlived the engine")
         if self.pauser is not None:
             self.pauser.scope.cancel()
             with move_on_after(5.0):
@@ -316,6 +354,9 @@ class Machine:
         paused = self.pauser is not None and self.pauser.phase == "body"
         if paused and (self._unfrozen() or not self.server.is_paused):
             world.fault(f"I10: {len(self.server.open)} requests inside a paused() block")
+        evicts = self.pauser is not None and self.pauser.mode is PauseMode.EVICT
+        if paused and evicts and statistics.total("flight"):
+            world.fault("groups are in flight inside a pause that has evicted them")
         if statistics.version != world.version and not self.broken:
             world.fault(f"version {statistics.version}, the server has {world.version}")
         if statistics.batches != len(world.batches):
@@ -413,7 +454,8 @@ class Machine:
             await self.do_wait(30.0)
             return
         await self.do_ask(n, False)
-        await self.do_wait(_LONG if self.setting.end == "drain" and not self.pauser else 30.0)
+        calm = self.setting.end == "drain" and not self.pauser and not self.world.mood.down
+        await self.do_wait(_LONG if calm else 30.0)
 
     async def do_cancel_ask(self, native: bool, ticks: int) -> None:
         """Cancels the `next_batch` that is on, or one that has just begun."""
@@ -439,12 +481,22 @@ class Machine:
             self.fired["pause: refused beside another"] += 1
             return
         self._reap()
-        self._meet(mode)
         self.pauser = pauser = _Pauser(grace, mode)
         self.tasks.start_soon(self._paused, pauser)
         self.fired["begin a pause"] += 1
         await pauser.begun.wait()
         await self.do_ticks(ticks)
+
+    async def do_pounce(self, state: str, mode: PauseMode) -> None:
+        """Begins a pause at a moment when a group is in a state, if there is one soon."""
+        if self.pauser is not None:
+            return
+        self.pauser = pauser = _Pauser(0.3, mode, state)
+        self.tasks.start_soon(self._paused, pauser)
+        if self.consumer is None:
+            await self.do_ask(self.setting.batch_size, True)
+        await pauser.begun.wait()
+        self.fired["pounce"] += 1
 
     async def do_break_off(
         self, grace: float, ticks: int, seconds: float, how: str, mode: PauseMode
@@ -531,6 +583,44 @@ class Machine:
         await self.do_end_pause("normal", True)
         self.fired["pause, update, go on"] += 1
 
+    async def do_evaluate(self, on_update: Any, limit: int | None, group_size: int) -> None:
+        """Begins an evaluation, unless one is on."""
+        if self.evaluator is not None:
+            return
+        self.evaluator = evaluator = _Evaluator(on_update, limit)
+        self.tasks.start_soon(self._evaluate, evaluator, group_size)
+        self.fired["begin an evaluation"] += 1
+        await evaluator.begun.wait()
+
+    async def do_await_evaluation(self, seconds: float) -> None:
+        """Waits for the evaluation that is on, or for another one."""
+        if self.evaluator is None:
+            await self.do_evaluate("mark", 2, 1)
+        if self.evaluator is not None:
+            with move_on_after(seconds):
+                await self.evaluator.done.wait()
+        self._reap()
+        self.fired["wait for an evaluation"] += 1
+
+    async def do_cancel_evaluation(self, native: bool, ticks: int) -> None:
+        """Cancels the evaluation that is on, or one that has just begun."""
+        if self.evaluator is None:
+            await self.do_evaluate("wait", None, 2)
+        await self.do_ticks(ticks)
+        evaluator = self.evaluator
+        if evaluator is not None and not evaluator.done.is_set():
+            evaluator.native = native and evaluator.task is not None
+            if evaluator.native and evaluator.task is not None:
+                evaluator.task.cancel()
+            else:
+                evaluator.scope.cancel()
+            with move_on_after(1.0):
+                await evaluator.done.wait()
+            if not evaluator.done.is_set():
+                self.world.fault("an evaluation that is cancelled goes on")
+            self.fired["cancel an evaluation"] += 1
+        self._reap()
+
     async def do_late(self) -> None:
         """Tokens that come after their request is over are not taken."""
         over = [request for request in self.world.requests if request.over]
@@ -577,16 +667,46 @@ class Machine:
         finally:
             consumer.done.set()
 
+    async def _evaluate(self, evaluator: _Evaluator, group_size: int) -> None:
+        if self.backend == "asyncio":
+            evaluator.task = asyncio.current_task()
+        evaluator.begun.set()
+        plan = evolve(self.setting.plans[0], group_size=group_size, redundancy=0)
+        spec = self.world.begin_evaluation(plan)
+        try:
+            with evaluator.scope:
+                evaluator.result = await self.engine.evaluate(
+                    spec,
+                    limit=evaluator.limit,
+                    on_update=evaluator.on_update,
+                    patience=_PATIENCE,
+                )
+        except RollnestError as error:
+            evaluator.error = error
+        except Exception as error:
+            self.world.fault(f"evaluate() raised {error!r}")
+        except asyncio.CancelledError:
+            if not evaluator.native:
+                raise
+        finally:
+            evaluator.done.set()
+
     async def _paused(self, pauser: _Pauser) -> None:
         if self.backend == "asyncio":
             pauser.task = asyncio.current_task()
-        pauser.begun.set()
+        if pauser.when is not None:
+            await self._until_met(pauser.when)
+        pauser.begun.set()  # nothing comes between this and the pause
         world, started = self.world, current_time()
         pauser.excused = world.mood.pause in ("hangs", "fails")
+        bound = pauser.grace + 2.0 + _TICK
+        if self.evaluator is not None:
+            bound += _PATIENCE
+        world.evicting = pauser.mode is PauseMode.EVICT
         try:
             with pauser.scope:
                 async with self.engine.paused(pauser.mode, grace=pauser.grace) as pauser.pause:
-                    if current_time() - started > pauser.grace + 2.0 + _TICK:
+                    if current_time() - started > bound:
                         world.fault(f"the pause took {current_time() - started} s")
                     if self._unfrozen() or not self.server.is_paused:
                         world.fault("I10: the block was entered without a confirmation")
@@ -602,7 +722,7 @@ class Machine:
                         pauser.move("leaving")
         except Exception as error:
             pauser.error = error
-            if current_time() - started > pauser.grace + 2.0 + _TICK and pauser.phase == "closing":
+            if current_time() - started > bound and pauser.phase == "closing":
                 world.fault(f"the pause failed after {current_time() - started} s")
         except asyncio.CancelledError:
             if not pauser.native:
@@ -614,7 +734,10 @@ class Machine:
 
     def _reap(self) -> None:
         """Takes in what tasks that have ended brought."""
-        consumer, pauser = self.consumer, self.pauser
+        consumer, pauser, evaluator = self.consumer, self.pauser, self.evaluator
+        if evaluator is not None and evaluator.done.is_set():
+            self.evaluator = None
+            self._check_evaluation(evaluator)
         if consumer is not None and consumer.done.is_set():
             self.consumer = None
             self._check_refusal(consumer)
@@ -647,6 +770,24 @@ class Machine:
                 world.fault(f"next_batch() raised {error!r}")
         self.fired[f"no batch: {type(consumer.error).__name__}"] += 1
 
+    def _check_evaluation(self, evaluator: _Evaluator) -> None:
+        world = self.world
+        match evaluator.error:
+            case None:
+                pass
+            case EvaluationCancelled() if evaluator.on_update == "cancel":
+                pass
+            case EngineBroken() | EngineClosed() if self.broken or world.leaving:
+                pass
+            case error:
+                world.fault(f"evaluate() raised {error!r}")
+        if evaluator.error is not None:
+            self.fired[f"no evaluation: {type(evaluator.error).__name__}"] += 1
+        if evaluator.result is not None:
+            prompts = self.setting.plans[0].prompts
+            world.evaluated(evaluator.result, min(prompts, evaluator.limit or prompts))
+            self.fired["evaluate"] += 1
+
     def _check_pause(self, pauser: _Pauser) -> None:
         world = self.world
         if pauser.error is not None:
@@ -671,11 +812,27 @@ class Machine:
         kept = self.pauser is not None and self.pauser.mode is PauseMode.KEEP
         return bool(self.server.open) and not kept
 
-    def _meet(self, mode: PauseMode) -> None:
-        """Counts which states of groups the pause meets."""
+    def _meet(self) -> None:
+        """Counts which states of groups the pause meets as the gate closes."""
+        if self.pauser is None:
+            return
+        for state in self._states() or {"nothing"}:
+            self.fired[f"{self.pauser.mode.name} met a group: {state}"] += 1
+
+    async def _until_met(self, state: str) -> None:
+        """Waits until a group is in a state: for some steps, then for some time."""
+        for seconds in [0.0] * 25 + [0.05, 0.1, 0.3] * 5:
+            if state in self._states():
+                return
+            await sleep(seconds)
+
+    def _states(self) -> set[str]:
+        """The states that groups are in now."""
         statistics = self.engine.statistics()
         met: set[str] = set()
-        for track in self.world.tracks.values():
+        for (task, _, _), track in self.world.tracks.items():
+            if task not in self.world.visits:
+                continue
             if track.where == "turn":
                 open_ = any(not r.over for s in track.strands if s.asked for r in s.asked.requests)
                 met.add("in a turn" if open_ else "at the gate")
@@ -689,8 +846,7 @@ class Machine:
         for state in ("ready", "waiting"):
             if statistics.total(state):
                 met.add(state)
-        for state in met or {"nothing"}:
-            self.fired[f"{mode.name} met a group: {state}"] += 1
+        return met
 
     async def _in_body(self) -> _Pauser | None:
         """The pause that is on, if one comes about."""
@@ -754,6 +910,7 @@ def _steps() -> list[Step]:
         "often": (0.2, 1.0),
         "pause": ("slow", "hangs", "fails"),
         "judge": ("slow", "slow", "slower", "fails", "nan", "none", "text"),
+        "down": (True, True),
         "fault": FAULTS,
     }
     table: list[tuple[int, str, Sequence[tuple[Any, ...]]]] = [
@@ -782,6 +939,8 @@ def _steps() -> list[Step]:
                 for mode in MODES
             ],
         ),
+        (1, "pounce", [(state, mode) for state in STATES for mode in MODES]),
+        (2, "pounce", [("drawn", mode) for mode in MODES]),
         (3, "enter", [()]),
         (
             4,
@@ -807,6 +966,13 @@ def _steps() -> list[Step]:
                 for mode in MODES
             ],
         ),
+        (
+            1,
+            "evaluate",
+            [(u, n, g) for u in ("wait", "cancel", "mark") for n in (1, None) for g in (1, 2)],
+        ),
+        (3, "await_evaluation", [(3.0,), (100.0,)]),
+        (2, "cancel_evaluation", [(n, t) for n in (False, True) for t in (0, 3)]),
         (8, "late", [()]),
         (16, "commit", [(0,), (-1,)]),
         (8, "afterwards", [()]),
@@ -841,8 +1007,6 @@ _plans = st.builds(
     ),
     judger=st.sampled_from(["async"] * 6 + ["none", "sync"]),
     group_size=st.integers(1, 3),
-    redundancy=st.sampled_from([0, 0, 1, 2]),
-    dead=st.sampled_from(["drop", "drop", "shrink"]),
     strategy=st.sampled_from(
         [
             SyncStrategy(),
@@ -855,6 +1019,9 @@ _plans = st.builds(
             AsyncStrategy(max_staleness=1, oversample=1.0, expired="tail", tail_batch=2),
             AsyncStrategy(max_staleness=0, lead=1, expired="tail", tail_batch=3),
             AsyncStrategy(max_staleness=1, lead=2, expired="drop", order="freshest"),
+            AsyncStrategy(max_staleness=2, lead=1, partial=False),
+            AsyncStrategy(max_staleness=2, lead=2, max_token_lag=1),
+            AsyncStrategy(max_staleness=1, lead=2, max_token_lag=0, expired="drop"),
         ]
     ),
     weight=st.sampled_from([1.0, 1.0, 2.5, 0.0]),
@@ -872,6 +1039,16 @@ _plans = st.builds(
         ]
     ),
     starve_after=st.sampled_from([4, 2, 10]),
+    redundancy=st.sampled_from([0, 0, 0, 1, 2]),
+    failures=st.sampled_from(
+        [
+            FailurePolicy(max_failures_in_a_row=None),
+            FailurePolicy(max_failures_in_a_row=None),
+            FailurePolicy(on_dead_member="retry", max_failures_in_a_row=None),
+            FailurePolicy(on_dead_member="shrink", min_members=1, max_failures_in_a_row=None),
+            FailurePolicy(on_dead_member="shrink", max_failures_in_a_row=None),
+        ]
+    ),
 )
 
 

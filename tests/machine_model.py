@@ -9,14 +9,22 @@ noted in `World.faults`, and the machine raises it after the step.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from random import Random
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
-from anyio import create_task_group, current_time, move_on_after, sleep, sleep_forever
+from anyio import (
+    create_task_group,
+    current_time,
+    get_cancelled_exc_class,
+    move_on_after,
+    sleep,
+    sleep_forever,
+)
 from anyio.lowlevel import checkpoint
 from attrs import define, evolve, field, frozen
 
@@ -24,6 +32,7 @@ from rollnest import (
     Batch,
     Capacity,
     Context,
+    EvalResult,
     FailurePolicy,
     Group,
     Limits,
@@ -64,8 +73,6 @@ class Plan:
     loops: tuple[Kind, ...] = ("one",)
     judger: Literal["async", "sync", "none"] = "async"
     group_size: int = 2
-    redundancy: int = 0
-    dead: Literal["drop", "shrink"] = "drop"
     strategy: ProduceStrategy = field(factory=SyncStrategy)
     weight: float = 1.0
     epochs: int | None = None
@@ -76,11 +83,23 @@ class Plan:
     max_context: int | None = None
     limits: Limits = field(factory=Limits)
     starve_after: int = 4
+    redundancy: int = 0
+    failures: FailurePolicy = field(factory=lambda: FailurePolicy(max_failures_in_a_row=None))
 
     @property
-    def failures(self) -> FailurePolicy:
-        """What dead members do; the engine goes on, for a server may be bad for long."""
-        return FailurePolicy(on_dead_member=self.dead, max_failures_in_a_row=None)
+    def members(self) -> int:
+        """How many members a group begins with."""
+        return self.group_size + self.redundancy
+
+    @property
+    def partial(self) -> bool:
+        """Whether a turn goes on from its partial."""
+        return getattr(self.strategy, "partial", True)
+
+    @property
+    def token_lag(self) -> int | None:
+        """Tokens that lag more are masked."""
+        return getattr(self.strategy, "max_token_lag", None)
 
     @property
     def least(self) -> int:
@@ -101,6 +120,7 @@ class Mood:
     abort: float | None = 0.0  # seconds that it takes, or None: it fails
     fault: str | None = None  # what is wrong with some answers
     often: float = 0.5  # how many of them
+    down: bool = False  # whether it refuses everything
     pause: Literal["ok", "slow", "hangs", "fails"] = "ok"
     judge: Literal["ok", "slow", "slower", "fails", "nan", "none", "text"] = "ok"
 
@@ -139,6 +159,8 @@ class Request:
     versions: list[int] = field(factory=list[int])
     reason: str | None = None
     over: bool = False
+    ended: float = 0.0
+    may_pass: bool = False  # whether it failed for a reason that may pass
     spent: float = 0.0  # seconds at the server, with the gate open
 
     def commit(
@@ -159,9 +181,8 @@ class Request:
         self.ids += ids[:count]
         self.logprobs += logprobs[:count]
         # An answer that stood still in a pause says itself which weights made which part of it.
-        if versions is None or isinstance(versions, int):
-            versions = [world.version] * count
-        self.versions += versions[:count]
+        said = None if isinstance(versions, int) else versions
+        self.versions += [world.version] * count if said is None else list(said)[:count]
         if len(self.ids) > self.attempt.max_tokens:
             world.fault(f"I5: {len(self.ids)} tokens of {self.attempt.max_tokens} were taken")
         return count
@@ -175,18 +196,60 @@ class Request:
         return getattr(self.attempt, name)
 
 
+@frozen(eq=False)
+class Done:
+    """One turn that brought tokens, as a journal must hold it."""
+
+    start: int
+    stop: int
+    max_tokens: int | None
+    reason: str | None  # `None` if it was cut
+
+
+Columns: TypeAlias = "tuple[list[int], list[int], list[float], list[int]]"
+"""Ids, origin, logprobs, versions."""
+
+
+@define(eq=False)
+class Record:
+    """What a context must be given again when its loop runs again."""
+
+    prompt: list[int]
+    columns: Columns
+    turns: list[Done]
+    at: int = 0  # up to here it was given again
+
+    @property
+    def end(self) -> int:
+        """Where its last turn ends."""
+        return self.turns[-1].stop if self.turns else self.at
+
+    def part(self, start: int, stop: int) -> Columns:
+        """Some of the columns."""
+        ids, origin, logprobs, versions = self.columns
+        return ids[start:stop], origin[start:stop], logprobs[start:stop], versions[start:stop]
+
+
 @define(eq=False)
 class Asked:
     """One turn that a loop asked for."""
 
     base: list[int]  # what the context held
     cap: int
+    partial: bool
+    prior: list[int] = field(factory=list[int])  # what is given again
+    given: Done | None = None
     requests: list[Request] = field(factory=list[Request])
+
+    @property
+    def kept(self) -> list[Request]:
+        """Requests whose tokens count."""
+        return self.requests if self.partial else self.requests[-1:]
 
     @property
     def got(self) -> list[int]:
         """What came of it so far."""
-        return [token for request in self.requests for token in request.ids]
+        return self.prior + [token for request in self.kept for token in request.ids]
 
 
 @define(eq=False)
@@ -195,10 +258,12 @@ class Strand:
 
     prompt: list[int]
     source: Rollout | Context
+    record: Record | None = None
     ids: list[int] = field(factory=list[int])
     origin: list[int] = field(factory=list[int])
     logprobs: list[float] = field(factory=list[float])
     versions: list[int] = field(factory=list[int])
+    turns: list[Done] = field(factory=list[Done])
     asked: Asked | None = None
 
     @property
@@ -207,15 +272,45 @@ class Strand:
         running = 0 if self.asked is None else len(self.asked.base) - len(self.prompt)
         return max(len(self.ids), running + (0 if self.asked is None else self.asked.cap))
 
+    @property
+    def promised(self) -> int:
+        """These, or what it is to be given again."""
+        return max(self.spoken_for, 0 if self.record is None else self.record.end)
+
+    def take(self, columns: Columns) -> None:
+        """Takes over what was recorded."""
+        self.ids += columns[0]
+        self.origin += columns[1]
+        self.logprobs += columns[2]
+        self.versions += columns[3]
+
     def keep(self, requests: Sequence[Request]) -> None:
         """Takes over what requests brought."""
         for request in requests:
-            self.ids += request.ids
-            self.logprobs += request.logprobs
-            self.versions += request.versions
-            self.origin += [1] * len(request.ids)
+            count = len(request.ids)
+            self.take((request.ids, [1] * count, request.logprobs, request.versions))
 
-    def columns(self, *, trim: bool) -> tuple[list[int], list[int], list[float], list[int]]:
+    def next(self, max_tokens: int | None) -> Done | None:
+        """The recorded turn that must be given again, if the loop asks for it."""
+        record = self.record
+        if record is None or not record.turns:
+            return None
+        turn = record.turns[0]
+        same = turn.max_tokens == max_tokens and self.ids == record.columns[0][: turn.start]
+        if same and not any(self.origin[record.at :]):
+            return turn
+        self.record = None  # the loop went another way
+        return None
+
+    def rewind(self) -> None:
+        """Takes over what it was not given again: the rollout is cut once more."""
+        record, self.record = self.record, None
+        if record is not None and record.turns:
+            ids, origin, logprobs, versions = record.part(0, record.end)
+            self.ids, self.origin, self.logprobs, self.versions = ids, origin, logprobs, versions
+            self.turns += record.turns
+
+    def columns(self, *, trim: bool) -> Columns:
         """The columns that its segment must have."""
         length = len(self.ids)
         while trim and length and not self.origin[length - 1]:
@@ -229,9 +324,18 @@ class Strand:
 
 
 class Track:
-    """One rollout in one run: the loop goes through it, so that everything the loop does is written down."""
+    """One rollout in one run: the loop goes through it, so that everything the loop does is written down.
 
-    def __init__(self, world: World, plan: Plan, rollout: Rollout) -> None:
+    Args:
+        world: Where it is.
+        plan: Its task.
+        rollout: The rollout.
+        before: The run that was cut, if this one goes on from there.
+    """
+
+    def __init__(
+        self, world: World, plan: Plan, rollout: Rollout, before: Track | None = None
+    ) -> None:
         self.world = world
         self.plan = plan
         self.rollout = rollout
@@ -240,10 +344,43 @@ class Track:
         self.judged: float | str | None = None
         self.cut = False
         self.failed_itself = False
+        self.unsure = False  # whether nobody outside can tell what must have been kept
         self.segments = 0
         self.run = 0
-        self.main = Strand(list(rollout.prompt.token_ids or ()), rollout)
-        self.strands = [self.main]
+        self.life = 0
+        self.tools: list[str] = []  # how those ended that did
+        self.recorded_tools: list[str] = []
+        self.unopened: list[Record] = []
+        if before is not None:
+            self.life = before.life
+            self.unsure = before.unsure
+            self.recorded_tools = before.tools
+            self.unopened = [
+                Record(s.prompt, s.columns(trim=False), list(s.turns))
+                for s in before.strands
+                if s.turns
+            ]
+        prompt = list(rollout.prompt.token_ids or ())
+        self.main = Strand(prompt, rollout, self._record(prompt))
+        self.strands: list[Strand] = [self.main]
+
+    def _record(self, prompt: list[int]) -> Record | None:
+        for record in self.unopened:
+            if record.prompt == prompt:
+                self.unopened.remove(record)
+                return record
+        return None
+
+    def rewind(self) -> None:
+        """Takes over what was not given again: the rollout was cut."""
+        for strand in self.strands:
+            strand.rewind()
+        for record in self.unopened:
+            strand = Strand(record.prompt, self.rollout, record)
+            strand.rewind()
+            self.strands.append(strand)
+        self.unopened = []
+        self.tools += self.recorded_tools[len(self.tools) :]
 
     def remaining(self, strand: Strand) -> int:
         """What the strand may still take (I5)."""
@@ -253,75 +390,147 @@ class Track:
             room = min(room, self.plan.max_response_tokens - used)
         return max(0, room)
 
+    def room(self, strand: Strand) -> int:
+        """This, without what other contexts are to be given again."""
+        room, most = self.remaining(strand), self.plan.max_response_tokens
+        if most is None:
+            return room
+        others = sum(s.promised for s in self.strands if s is not strand)
+        others += sum(record.end for record in self.unopened)
+        return max(0, min(room, most - others - len(strand.ids)))
+
     def segment(self) -> Strand:
         """Opens another context; its first id names it."""
         self.segments += 1
         prompt = [500 + self.segments, 3]
-        strand = Strand(prompt, self.rollout.segment(prompt))
+        strand = Strand(prompt, self.rollout.segment(prompt), self._record(prompt))
         self.strands.append(strand)
         return strand
 
     def append(self, strand: Strand, ids: list[int]) -> None:
         """Appends context."""
         room = self.remaining(strand)
-        if strand.source.remaining != room:
+        if strand.source.remaining != room and not self.unsure:
             self.world.fault(f"I5: {strand.source.remaining} tokens remain, not {room}")
+        room = self.room(strand)
         strand.source.append(ids)
         fits = ids[:room]
         self.cut = self.cut or len(ids) > room
-        strand.ids += fits
-        strand.origin += [0] * len(fits)
-        strand.logprobs += [0.0] * len(fits)
-        strand.versions += [-1] * len(fits)
+        strand.take((fits, [0] * len(fits), [0.0] * len(fits), [-1] * len(fits)))
 
     async def generate(self, strand: Strand, max_tokens: int | None = None) -> Turn:
-        """Asks for a turn, and compares what comes with what the server sent."""
-        world = self.world
-        room = self.remaining(strand)
-        asked = Asked(strand.prompt + strand.ids, min(max_tokens or self.plan.max_tokens, room))
+        """Asks for a turn, and compares what comes with what the server sent, or what is on record."""
+        world, start = self.world, len(strand.ids)
+        cap = min(max_tokens or self.plan.max_tokens, self.room(strand))
+        asked = Asked(strand.prompt + strand.ids, cap, self.plan.partial)
+        asked.given = given = strand.next(max_tokens)
+        record = strand.record
+        if given is not None and record is not None and (given.reason or self.plan.partial):
+            asked.prior = record.columns[0][given.start : given.stop]
         strand.asked = asked
         self.where = "turn"
-        keep: Sequence[Request] = asked.requests
+        keep: Sequence[Request] = asked.kept
+        began, taken = current_time(), given is not None
+        reason: str | None = None
         try:
             turn = await strand.source.generate(max_tokens=max_tokens)
         except InferenceError as error:
-            keep = asked.requests[:-1]  # what a request brought that failed is not used
             self._check_limit(asked, over="took over" in str(error))
+            keep = self._kept_of_a_failure(asked)
             raise
         except LoopError:
             if asked.requests:
                 world.fault("a refused turn sent a request")
             raise
+        except BaseException:
+            keep = self._kept_of_a_cut(asked)
+            # What is on record is given after a checkpoint, and nothing else comes between.
+            taken = bool(asked.requests) or (
+                given is not None and not given.reason and current_time() > began
+            )
+            raise
         else:
-            if not asked.cap:
+            keep = asked.kept
+            if not cap:
                 self.cut = True
             self._check_limit(asked, over=False)
             self._compare(asked, turn)
+            reason = turn.finish_reason
             return turn
         finally:
             strand.asked = None
+            if given is not None and record is not None and taken:
+                record.turns.pop(0)
+                record.at = given.stop if asked.prior else given.start
+                if asked.prior:
+                    strand.take(record.part(given.start, given.stop))
+                else:
+                    record.turns.clear()
             strand.keep(keep)
+            if len(strand.ids) > start:
+                reason = reason or self._said(keep, strand.ids[start:])
+                strand.turns.append(Done(start, len(strand.ids), max_tokens, reason))
             self.where = "loop"
+
+    def _kept_of_a_failure(self, asked: Asked) -> Sequence[Request]:
+        """Tokens of requests that failed for good are not used, those of others were checked when they came."""
+        last = asked.requests[-1:]
+        if not asked.partial:
+            return ()
+        return asked.requests if last and last[0].may_pass else asked.requests[:-1]
+
+    def _kept_of_a_cut(self, asked: Asked) -> Sequence[Request]:
+        """A request that is cancelled keeps its partial; one that was over is discarded with `partial=False`."""
+        if asked.partial or not asked.requests:
+            return asked.requests
+        last = asked.requests[-1]
+        at_once = last.over and last.ended == current_time()
+        if at_once and (self.world.gate_closed or last.reason is not None or last.may_pass):
+            self.unsure = True
+        return [last] if at_once else ()
+
+    def _said(self, kept: Sequence[Request], got: Sequence[int]) -> str | None:
+        """Whether what was kept of a turn that was cut says that it had ended."""
+        if not kept:
+            return None
+        if kept[-1].reason in ("stop", "length"):
+            return kept[-1].reason
+        return "stop" if got[-1] == STOP_ID and len(got) >= self.plan.least else None
 
     def _check_limit(self, asked: Asked, *, over: bool) -> None:
         """Limits stop while the gate is closed, and while a turn waits for it."""
         limit = self.plan.limits.turn
         spent = sum(request.spent for request in asked.requests)
+        if not over and self.world.had_failures():
+            return  # it may have been barred for some of the time, which does not count
         if limit is not None and not (spent >= limit - _TICK if over else spent <= limit + _TICK):
             self.world.fault(f"limits: a turn of {spent} s, over {limit} s: {over}")
 
     def _compare(self, asked: Asked, turn: Turn) -> None:
         world, got = self.world, asked.got
+        if self.unsure:
+            return
+        if asked.given is not None and asked.given.reason is not None:
+            world.fired["replay: a turn is given again"] += 1
+            if asked.requests:
+                world.fault("I4: a turn that is on record was asked for again")
+            if turn.ids.tolist() != got or turn.finish_reason != asked.given.reason:
+                world.fault(f"I4: {turn} was given again, {got} are on record")
+            return
+        if asked.given is not None:
+            world.fired["replay: a turn goes on"] += 1
         if turn.ids.tolist() != got:
             world.fault(f"I4: the turn has {turn.ids.tolist()}, the server sent {got}")
         if asked.requests and not got:
             world.fault("I11: a turn without a token was taken for an answer")
-        if turn.attempts != len(asked.requests):
+        if turn.attempts != len(asked.requests) and asked.given is None:
             world.fault(f"the turn took {len(asked.requests)} requests, not {turn.attempts}")
         if len(got) > asked.cap:
             world.fault(f"I5: a turn of {len(got)} tokens, its cap was {asked.cap}")
         if not asked.requests:
             expected = "length"
+            if len(got) < asked.cap:
+                world.fault("I7: a turn ended with a partial that was to go on")
         elif (last := asked.requests[-1].reason) in ("stop", "length"):
             expected = str(last)
         else:
@@ -336,24 +545,43 @@ class Track:
         """Calls a tool."""
         world = self.world
 
+        began = False
+
         async def work() -> None:
+            nonlocal began
+            began = True
             with world.counted("tools"):
                 await sleep(seconds)
                 if fails:
                     raise ValueError("the tool is broken")
 
         def work_in_thread() -> None:
+            nonlocal began
+            began = True
             if fails:
                 raise ValueError("the tool is broken")
 
+        number, outcome = len(self.tools), ""
         self.where = "tool"
         try:
             if thread:
                 await self.rollout.tool(work_in_thread)
             else:
                 await self.rollout.tool(work)
+            outcome = "returned"
+        except ToolError:
+            outcome = "raised"
+            raise
         finally:
             self.where = "loop"
+            if outcome:
+                self.tools.append(outcome)
+            if self.recorded_tools[number:] and not self.unsure:
+                world.fired["replay: a tool is not called again"] += 1
+                if began:
+                    world.fault(f"{self.rollout.uid} called a tool again that is on record")
+                if outcome and outcome != self.recorded_tools[number]:
+                    world.fault(f"a tool that {self.recorded_tools[number]} has now {outcome}")
 
 
 async def _play(track: Track, kind: Kind, random: Random) -> None:
@@ -447,6 +675,9 @@ class Visit:
     group: Group | None = None
     runs: int = 1
     fresh: dict[int, Sample] = field(factory=dict[int, Sample])  # what a redraw has to keep
+    unjudged: set[int] = field(factory=set[int])  # who lacks a verdict only
+    judging: set[int] = field(factory=set[int])  # of these, who was not asked about yet
+    resumed: set[int] = field(factory=set[int])  # who goes on from what is on record
 
 
 class World:
@@ -466,28 +697,66 @@ class World:
         self.committed = 0
         self.by_hand = 0  # of these, tokens that did not come through the script
         self.gate_closed = False
+        self.evicting = False
+        self.evicted: set[tuple[str, int]] = set()  # groups that an eviction may have cancelled
+        self.on_closed: Callable[[], None] = lambda: None
+        self.had_failures: Callable[[], bool] = lambda: False
         self.closed_since = 0.0
         self.closed_seconds = 0.0
+        self.lives: Counter[tuple[str, int, int]] = Counter()
         self.block_on = False
         self.leaving = False
         self.tracks: dict[tuple[str, int, int], Track] = {}
-        self.runs: Counter[str] = Counter()
         self.requests: list[Request] = []
         self.now: Counter[str] = Counter()
         self.visits: dict[str, dict[int, Visit]] = {name: {} for name in plans}
         self.restarts: Counter[str] = Counter()
         self.dropped: dict[str, Counter[str]] = {name: Counter() for name in plans}
-        self.ended: list[tuple[Group, str, list[Track | None]]] = []
+        self.ended: list[tuple[Group, str, list[Track | None], bool]] = []
         self.batches: list[Batch] = []
+        self.evaluations = 0
 
     def fault(self, message: str) -> None:
         """Notes that something is wrong."""
         self.faults.append(message)
 
+    @property
+    def in_flight(self) -> set[tuple[str, int]]:
+        """Groups that have begun and not ended."""
+        return {
+            (task, number)
+            for task, visits in self.visits.items()
+            for number, visit in visits.items()
+            if visit.state == "flight"
+        }
+
     def open_seconds(self) -> float:
         """Time with the gate open so far, on a clock of its own."""
         now = self.closed_since if self.gate_closed else current_time()
         return now - self.closed_seconds
+
+    def begin_evaluation(self, plan: Plan) -> TaskSpec:
+        """Makes a task to evaluate, with a name of its own."""
+        self.evaluations += 1
+        name = f"e{self.evaluations}"
+        self.plans[name] = plan
+        return self.spec(name)
+
+    def evaluated(self, result: EvalResult, asked: int) -> None:
+        """Compares an evaluation's result with what its loops did."""
+        plan = self.plans[result.task]
+        if len(result.groups) != asked:
+            self.fault(f"an evaluation of {asked} prompts has {len(result.groups)}")
+        for group in result.groups:
+            if [s.index for s in group.samples] != list(range(plan.group_size)):
+                self.fault(f"an evaluation's group has the members {group.samples}")
+            for sample in group.samples:
+                self._check_whole(sample, plan)
+                track = self.tracks.get((group.task, group.visit, sample.index))
+                if track is not None:
+                    self._check_sample(sample, track)
+                elif not self._leaves_no_room(sample):
+                    self.fault(f"{sample.uid} never ran: {sample}")
 
     def max_context(self, plan: Plan) -> int:
         """Most tokens of a context."""
@@ -529,6 +798,7 @@ class World:
             loop=self._loop(plan),
             group_size=plan.group_size,
             redundancy=plan.redundancy,
+            failures=plan.failures,
             epochs=plan.epochs,
             sampling=Sampling(plan.max_tokens, min_tokens=plan.least),
             max_response_tokens=plan.max_response_tokens,
@@ -537,21 +807,22 @@ class World:
             weight=plan.weight,
             starve_after=plan.starve_after,
             limits=plan.limits,
-            failures=plan.failures,
         )
 
     def _loop(self, plan: Plan) -> Callable[[Rollout], Awaitable[None]]:
         async def loop(rollout: Rollout) -> None:
-            task, _, visit, index = rollout.uid.split("/")
-            key = task, int(visit), int(index)
-            track = Track(self, plan, rollout)
+            key = task, number, index = _key(rollout.uid)
             old = self.tracks.get(key)
             if old is not None and any(s.asked is not None for s in old.strands):
                 self.fault(f"{rollout.uid} runs twice")
-            self.tracks[key] = track
-            track.run = self.visits[task][int(visit)].runs
-            self.runs[rollout.uid] += 1
-            random = Random(f"{self.seed}/{rollout.uid}/{self.runs[rollout.uid]}")
+            visit = self.visits.get(task, {}).get(number, Visit())
+            goes_on = index in visit.resumed and old is not None and old.run < visit.runs
+            track = self.tracks[key] = Track(self, plan, rollout, old if goes_on else None)
+            track.run = visit.runs
+            if not goes_on:
+                self.lives[key] += 1
+                track.life = self.lives[key]
+            random = Random(f"{self.seed}/{rollout.uid}/{track.life}")
             try:
                 await _play(track, random.choice(plan.loops), random)
             except Exception as error:
@@ -576,6 +847,9 @@ class World:
                 if mood in ("slow", "slower"):
                     await sleep(1.0 if mood == "slow" else 200.0)
                 return self._answer(track, sample, mood)
+        except get_cancelled_exc_class():
+            track.judged = "cancelled"
+            raise
         finally:
             track.where = ""
 
@@ -586,7 +860,14 @@ class World:
         if sample.status is not Status.COMPLETED or sample.verdict is not None:
             self.fault(f"I11: the judger was given {sample}")
         track = self.tracks[sample.task, sample.visit, sample.index]
-        if track.judged is not None:
+        visit = self.visits.get(sample.task, {}).get(sample.visit)
+        if visit is not None and sample.index in visit.judging:
+            visit.judging.discard(sample.index)
+            self.fired["judged after an eviction"] += 1
+        elif track.judged is not None and not (
+            track.judged in ("failed", "nan", "none", "text", "cancelled")
+            and track.plan.failures.on_dead_member == "retry"
+        ):
             self.fault(f"{track.rollout.uid} was judged twice")
         track.judged = "asked"
         return track
@@ -619,14 +900,18 @@ class World:
             if attempt.max_tokens != 1:
                 self.fault(f"a probe of {attempt.max_tokens} tokens")
             return request
-        task, _, visit, index = attempt.affinity.split("/")
-        track = self.tracks[task, int(visit), int(index)]
+        track = self.tracks[_key(attempt.affinity)]
         strands = [s for s in track.strands if s.prompt[0] == prompt[0] and s.asked is not None]
         if len(strands) != 1 or strands[0].asked is None:
             self.fault(f"I4: nobody asked for a turn on {prompt}")
             return request
         asked = strands[0].asked
-        got = asked.got
+        got = asked.got if asked.partial else asked.prior
+        if track.unsure:
+            asked.requests.append(request)
+            return request
+        if asked.given is not None and asked.given.reason is not None:
+            self.fault(f"I4: a turn on record was sent: {prompt}")
         if prompt != asked.base + got:
             self.fault(f"I4: {prompt} was sent, {asked.base} and {got} were there")
         if attempt.max_tokens != asked.cap - len(got) or attempt.max_tokens < 1:
@@ -642,8 +927,8 @@ class World:
     def check_ended(self) -> None:
         """Compares every group that has ended since the last call."""
         ended, self.ended = self.ended, []
-        for group, outcome, tracks in ended:
-            self._check_group(group, outcome)
+        for group, outcome, tracks, cancelled in ended:
+            self._check_group(group, outcome, cancelled=cancelled)
             for sample, track in zip(group.samples, tracks, strict=True):
                 if track is not None:
                     self._check_sample(sample, track)
@@ -653,31 +938,25 @@ class World:
     def _leaves_no_room(self, sample: Sample) -> bool:
         return sample.failure is not None and sample.failure.kind == "data"
 
-    def _check_group(self, group: Group, outcome: str) -> None:
+    def _check_group(self, group: Group, outcome: str, *, cancelled: bool) -> None:
         name = f"group {group.task}/{group.visit}"
         plan = self.plans[group.task]
         self._check_members(name, plan, group, outcome)
         for sample in group.samples:
-            try:
-                check_sample(sample, max_response_tokens=plan.max_response_tokens)
-            except AssertionError as error:
-                self.fault(f"{name}: {error}")
+            self._check_whole(sample, plan)
         statuses = {s.status for s in group.samples}
         failures = [s.failure.kind for s in group.samples if s.failure is not None]
         bad = failures[0] if failures else "waiting"
         expected = "ready" if statuses == {Status.COMPLETED} else bad
         if outcome != expected:
             self.fault(f"{name} ended as {outcome}, its members say {expected}")
-        allowed = plan.strategy.max_staleness
-        too_old = any(self.lag(sample, self.version) > allowed for sample in group.samples)
-        if Status.ABORTED in statuses and not (failures or self.leaving or too_old):
+        if Status.ABORTED in statuses and not failures and not cancelled:
             self.fault(f"{name} was aborted, and nobody cancelled production")
 
     def _check_members(self, name: str, plan: Plan, group: Group, outcome: str) -> None:
         """Who is in the group, and whether it can do without those that failed."""
         indexes = [s.index for s in group.samples]
-        most = plan.group_size + plan.redundancy
-        if indexes != sorted(set(indexes)) or not set(indexes) <= set(range(most)):
+        if indexes != sorted(set(indexes)) or not set(indexes) <= set(range(plan.members)):
             self.fault(f"I7: {name} has the members {indexes}")
         least = plan.failures.least(plan.group_size)
         alive = sum(s.status is not Status.FAILED for s in group.samples)
@@ -691,8 +970,16 @@ class World:
         if outcome == "ready" and indexes != list(range(len(indexes))):
             self.fired["a spare member makes up for another"] += 1
 
+    def _check_whole(self, sample: Sample, plan: Plan) -> None:
+        try:
+            check_sample(sample, max_response_tokens=plan.max_response_tokens)
+        except AssertionError as error:
+            self.fault(f"{sample.uid}: {error}")
+
     def _check_sample(self, sample: Sample, track: Track) -> None:
         name = track.rollout.uid
+        if track.unsure:
+            return
         if len(sample.segments) != len(track.strands):
             self.fault(f"I4: {name} has {len(sample.segments)} segments of {len(track.strands)}")
             return
@@ -751,15 +1038,19 @@ class World:
             self.visits[task][visit] = Visit()
             return
         self.restarts[task] += 1
-        allowed = self.plans[task].strategy.max_staleness
+        plan = self.plans[task]
+        allowed = plan.strategy.max_staleness
         if known.group is None or known.state not in ("ready", "waiting"):
             self.fault(f"I8: {task}/{visit} was drawn again while {known.state}")
             return
-        known.fresh = {
-            s.index: s
-            for s in known.group.samples
-            if s.status is Status.COMPLETED and self.lag(s, self.version) <= allowed
-        }
+        good = [s for s in known.group.samples if self.lag(s, self.version, plan) <= allowed]
+        known.fresh = {s.index: s for s in good if s.status is Status.COMPLETED}
+        known.unjudged = {s.index for s in good if s.unjudged}
+        known.judging = set(known.unjudged)
+        for index in range(plan.members):
+            if index not in {sample.index for sample in good}:
+                self.tracks.pop((task, visit, index), None)  # it begins anew
+        known.resumed = {s.index for s in good if s.status is Status.ABORTED and not s.unjudged}
         if known.state == "ready" and len(known.fresh) == len(known.group.samples):
             self.fault(f"I9: {task}/{visit} expired, and no member was too old")
         known.state = "flight"
@@ -773,26 +1064,50 @@ class World:
             return
         members = {sample.index: sample for sample in group.samples}
         for index, sample in visit.fresh.items():
-            if members.get(index) is not sample:
+            if index not in members or not self._same(members[index], sample):
                 self.fault(f"I7: {group.task}/{group.visit} gave a fresh member up")
-        before = () if visit.group is None else visit.group.samples
-        tracks: list[Track | None] = []
-        for sample in group.samples:
-            track = self.tracks.get((group.task, group.visit, sample.index))
-            kept = any(
-                sample is other or (other.unjudged and sample.segments is other.segments)
-                for other in before
-            )
-            tracks.append(
-                track if track is not None and (kept or track.run == visit.runs) else None
-            )
+        tracks = [self._track(group, sample, visit) for sample in group.samples]
         visit.group = group
         if outcome in ("ready", "waiting"):
             visit.state = "ready" if outcome == "ready" else "waiting"
         else:
             visit.state = "dropped"
             self.dropped[group.task][outcome] += 1
-        self.ended.append((group, outcome, tracks))
+        plan = self.plans[group.task]
+        lost = any(
+            s.status is Status.COMPLETED
+            and self.lag(s, self.version, plan) > plan.strategy.max_staleness
+            for s in group.samples
+        )
+        evicted = self.evicting or (group.task, group.visit) in self.evicted
+        self.evicted.discard((group.task, group.visit))
+        cancelled = self.leaving or evicted or lost
+        self.ended.append((group, outcome, tracks, cancelled))
+
+    def _track(self, group: Group, sample: Sample, visit: Visit) -> Track | None:
+        """What a member must have done."""
+        track, index = self.tracks.get((group.task, group.visit, sample.index)), sample.index
+        if track is None:
+            return None
+        if track.run < visit.runs and index in visit.resumed:
+            # It was cut again before its loop had begun again.
+            track = Track(self, track.plan, track.rollout, track)
+            track.outcome = "cancelled"
+        elif track.run < visit.runs and index not in visit.fresh and index not in visit.unjudged:
+            return None
+        if sample.status is Status.ABORTED and not sample.unjudged:
+            track.rewind()
+        return track
+
+    def _same(self, sample: Sample, other: Sample) -> bool:
+        """Whether two samples are one, but for tokens that are masked since."""
+        if self.plans[sample.task].token_lag is None:
+            return sample is other
+        pairs = zip(sample.segments, other.segments, strict=True)
+        return sample.uid == other.uid and all(
+            a.ids.tolist() == b.ids.tolist() and a.versions.tolist() == b.versions.tolist()
+            for a, b in pairs
+        )
 
     def received(self, batch: Batch, asked: int) -> None:
         """A consumer has a batch."""
@@ -803,21 +1118,29 @@ class World:
             self.fault(f"I9: a batch of version {batch.version}, the server has {self.version}")
         if batch.short != (len(batch) < asked) or not 0 < len(batch) <= asked:
             self.fault(f"a batch of {len(batch)}, short {batch.short}, {asked} were asked for")
-        if batch.short and all(plan.epochs is None for plan in self.plans.values()):
+        if batch.short and all(self.plans[name].epochs is None for name in self.visits):
             self.fault("a short batch of endless prompts")
         newest: dict[str, int] = {}
         for group in batch.groups:
             name = f"{group.task}/{group.visit}"
             visit = self.visits[group.task].get(group.visit)
-            if visit is None or visit.state != "ready" or visit.group is not group:
+            if (
+                visit is None
+                or visit.group is None
+                or visit.state != "ready"
+                or len(group.samples) != len(visit.group.samples)
+                or not all(map(self._same, group.samples, visit.group.samples))
+            ):
                 state = None if visit is None else visit.state
                 self.fault(f"I8: {name} was delivered while {state}")
                 continue
             visit.state = "delivered"
-            lags = [self.lag(sample, batch.version) for sample in group.samples]
+            plan = self.plans[group.task]
+            lags = [self.lag(sample, batch.version, plan) for sample in group.samples]
+            self._check_masks(group, batch.version, plan)
             if max(lags) > self.plans[group.task].strategy.max_staleness:
                 self.fault(f"I9: {name} was delivered with the lags {lags}")
-            self._check_order(name, group.task, batch.version - max(lags), newest)
+            self._check_order(name, group.task, int(batch.version - max(lags)), newest)
             if self.plans[group.task].weight == 0:
                 self.fault(f"{name} was delivered, its weight is 0")
 
@@ -829,12 +1152,38 @@ class World:
             self.fault(f"{name} was delivered after a group of version {last}")
         before[task] = oldest
 
-    def lag(self, sample: Sample, version: int) -> int:
-        """A sample's lag, counted token by token."""
+    def lag(self, sample: Sample, version: int, plan: Plan) -> float:
+        """A sample's lag, counted token by token; without end if nothing is left to train."""
         versions = [
-            v for s in sample.segments for v, m in zip(s.versions, s.mask, strict=True) if m
+            v
+            for s in sample.segments
+            for v, made_by in zip(s.versions, s.response.origin, strict=True)
+            if made_by
         ]
-        return version - min(versions, default=version)
+        if plan.token_lag is None or not versions:
+            return version - min(versions, default=version)
+        recent = [v for v in versions if v >= version - plan.token_lag]
+        if not recent and sample.status is Status.COMPLETED:
+            return math.inf
+        return version - min(recent, default=version)
+
+    def _check_masks(self, group: Group, version: int, plan: Plan) -> None:
+        """Exactly the policy's tokens are trained, but for those that are too old."""
+        oldest = 0 if plan.token_lag is None else version - plan.token_lag
+        for sample in group.samples:
+            for segment in sample.segments:
+                expected = [
+                    int(made_by == 1 and v >= oldest)
+                    for v, made_by in zip(segment.versions, segment.response.origin, strict=True)
+                ]
+                if list(segment.mask) != expected:
+                    self.fault(f"I2: {sample.uid} has the mask {list(segment.mask)}")
+
+
+def _key(uid: str) -> tuple[str, int, int]:
+    """Task, visit and index of a rollout, whichever place it took."""
+    task, _, visit, index = uid.split("/")
+    return task, int(visit), int(index.partition(".")[0])
 
 
 class Watcher(Instrument):
@@ -861,10 +1210,13 @@ class Watcher(Instrument):
         """A pause began."""
         self.world.closed_since = current_time()
         self.world.gate_closed = True
+        self.world.on_closed()
 
     def gate_opened(self, version: int) -> None:
         """A pause is over."""
-        self.world.gate_closed = False
+        if self.world.evicting:
+            self.world.evicted = self.world.in_flight  # a pause that is broken off waits for none
+        self.world.gate_closed = self.world.evicting = False
         self.world.closed_seconds += current_time() - self.world.closed_since
         if version != self.world.version:
             self.world.fault(f"the gate opened at {version}, the server has {self.world.version}")
@@ -895,17 +1247,27 @@ class Server(ScriptedController):
             # A probe waits for no slot.
             probe = attempt.affinity == PROBE
             with nullcontext() if probe else self.world.counted("turns"):
+                if mood.down:
+                    self.world.fired["the server: down"] += 1
+                    await sleep(mood.per_token)
+                    raise InferenceError("503: down", retryable=True)
                 if mood.fault == "mute":
                     self.world.fired["the server: mute"] += 1
                     await sleep(mood.per_token)
+                    if self._keeping or self._paused:
+                        return
                     logprob = expected_logprob(5, self._version)
                     self.world.by_hand += request.commit([5], [logprob], self._version)
                     return  # without saying why
                 await super().generate(cast("Attempt", request))
                 if mood.linger:
                     await sleep(mood.linger)
+        except InferenceError as error:
+            request.may_pass = error.retryable
+            raise
         finally:
             request.over = True
+            request.ended = current_time()
             request.spent = self.world.open_seconds() - started
 
     async def abort(self, ids: Collection[str] | None) -> None:

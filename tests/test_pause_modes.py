@@ -7,7 +7,7 @@ import pytest
 from anyio import create_task_group
 
 from rollnest import Batch, Engine, PauseMode, Sampling, SyncStrategy
-from rollnest.errors import EngineBroken, PauseFailed
+from rollnest.errors import EngineBroken, PauseFailed, WeightsState, WeightUpdateFailed
 from rollnest.testing import Reply, ScriptedController, assert_conserved
 
 from .helpers import in_turn, spec
@@ -128,3 +128,18 @@ async def test_a_server_that_does_not_take_a_published_version_breaks_the_engine
                 pause.published(3)
         with pytest.raises(EngineBroken):
             await engine.next_batch(1)
+
+
+async def test_an_update_that_failed_with_new_weights_comes_after_what_was_published_before() -> (
+    None
+):
+    controller = ScriptedController()
+    async with Engine(controller, spec()) as engine:
+        async with engine.paused() as pause:
+            pause.published(1)
+            controller.update_error = WeightUpdateFailed("they are in", weights=WeightsState.NEW)
+            with pytest.raises(WeightUpdateFailed):
+                await pause.update_weights({})
+            controller.update_error = None
+        assert engine.version == 2
+        assert await controller.version() == 2

@@ -115,7 +115,8 @@ class Pause:
             # Old means: as before this call, which may have been an earlier call's new weights.
             self.weights = before if error.weights is WeightsState.OLD else error.weights
             if error.weights is WeightsState.NEW:
-                self._gate.adopt(version)
+                self._gate.version = version
+                self.moved = None  # the server has newer ones than were published before
                 self._instruments.tell("weights_updated", version)
             raise
         if reported is not None and reported != version:

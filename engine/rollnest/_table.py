@@ -332,7 +332,8 @@ class GroupTable:
     def is_lost(self, row: Row, ended: Iterable[Sample], version: int) -> bool:
         """Whether a row in flight can't be delivered: a member is too old, and it may not expire once more."""
         return row.expiries >= self._retries and any(
-            sample.status is Status.COMPLETED and sample.lag(version) > self._max_staleness
+            sample.status is Status.COMPLETED
+            and self._aged_sample(sample, version).status is Status.EXPIRED
             for sample in ended
         )
 

@@ -163,6 +163,24 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     _mutant(
         "I7",
+        "hand-off through a data-carrying stream",
+        (
+            "_engine.py",
+            "                if batch is not None:\n"
+            "                    return self._handed_over(parts, batch)\n"
+            "                _check_stuck",
+            "                if batch is not None:\n"
+            "                    from anyio import create_memory_object_stream\n"
+            "                    send, receive = create_memory_object_stream[Batch](1)\n"
+            "                    with send, receive:\n"
+            "                        send.send_nowait(batch)\n"
+            "                        batch = await receive.receive()\n"
+            "                    return self._handed_over(parts, batch)\n"
+            "                _check_stuck",
+        ),
+    ),
+    _mutant(
+        "I7",
         "a row that was cut is forgotten",
         (
             "_table.py",
@@ -358,6 +376,30 @@ MUTANTS: tuple[Mutant, ...] = (
 )
 
 FOCUSED: tuple[tuple[str, Mutant], ...] = (
+    (
+        "test_torch_adapter.py",
+        _mutant(
+            "I6",
+            "a label wherever there is a token",
+            (
+                "rollnest_adapters/torch.py",
+                "labels=np.where(trained, _ahead(input_ids), IGNORED),",
+                "labels=_ahead(input_ids),",
+            ),
+        ),
+    ),
+    (
+        "test_torch_adapter.py",
+        _mutant(
+            "I6",
+            "labels by what the policy made, not by the mask",
+            (
+                "rollnest_adapters/torch.py",
+                'trained = _ahead(_after_prompts(segments, prompts, "mask", 0)).astype(np.bool_)',
+                'trained = _ahead(_after_prompts(segments, prompts, "ids", 0)).astype(np.bool_)',
+            ),
+        ),
+    ),
     (
         "test_evaluation.py",
         _mutant(
