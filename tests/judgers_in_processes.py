@@ -131,3 +131,39 @@ def spin(sample: Sample) -> float:
     Path(sample.prompt.label).write_text(str(os.getpid()))
     while True:
         pass
+
+
+def with_signal_timer(sample: Sample) -> float:
+    """Bounds itself with a signal, as maths checkers do; only a main thread may."""
+    signal.setitimer(signal.ITIMER_REAL, 30.0)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    return 0.5
+
+
+class WithHooks:
+    """Has steps before and after the judging proper."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def preprocess(self, sample: Sample) -> float:
+        return 0.5 if sample.policy_tokens else 0.0
+
+    def postprocess(self, score: float) -> float:
+        return score * self.factor
+
+    def judge(self, sample: Sample) -> float:
+        return self.postprocess(self.preprocess(sample))
+
+
+class Dying:
+    """Answers twice."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def judge(self, sample: Sample) -> Verdict:
+        self.calls += 1
+        if self.calls == 3:
+            os._exit(3)
+        return Verdict(1.0, details={"pid": os.getpid()})

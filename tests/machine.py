@@ -363,8 +363,24 @@ class Machine:
             world.fault(f"I8: {statistics.batches} batches, {len(world.batches)} were received")
         for name, visits in world.visits.items():
             self._check_ledger(name, Counter(v.state for v in visits.values()), len(visits))
+        self._check_tree()
         if world.faults:
             raise AssertionError("; ".join(world.faults[:3]))
+
+    def _check_tree(self) -> None:
+        """What is shown of what lives is what lives."""
+        world, tree = self.world, self.engine.tree()
+        if not str(tree).startswith(f"engine {tree.state}, v"):
+            world.fault(f"the tree's page begins with {str(tree)[:40]!r}")
+        for slots in (tree.slots["judge"], tree.slots["tool"]):
+            if slots.used != len(slots.holders):
+                world.fault(f"{slots.used} slots used, {len(slots.holders)} holders known")
+        for name, task in tree.tasks.items():
+            if len(task.groups) != task.flight:
+                world.fault(f"{task.flight} groups of {name} in flight, {len(task.groups)} shown")
+            for sample in (sample for group in task.groups for sample in group.samples):
+                if (sample.status == "live") != bool(sample.waits):
+                    world.fault(f"{sample.uid} is {sample.status} and waits for {sample.waits}")
 
     def _check_ledger(self, name: str, states: Mapping[str, int], seen: int) -> None:
         """I7 and I8: the engine's figures against the events."""
