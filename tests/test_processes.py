@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from types import ModuleType
 from typing import Any
 
@@ -46,7 +47,9 @@ pytestmark = pytest.mark.anyio
 
 async def until(condition: Callable[[], object]) -> None:
     """Keeps the loop busy, so that no clock can jump, until a process has got that far."""
+    last = monotonic() + 60  # of real time: rather a failure than a run that hangs
     while not condition():
+        assert monotonic() < last
         await checkpoint()
 
 

@@ -544,6 +544,7 @@ class Engine:
             patience=patience,
             break_engine=self._break,
         )
+        parts.lag.wake()
         if not await parts.evaluations.run(evaluation):
             self._usable()
             raise RuntimeError("an evaluation was ended by nobody")
@@ -867,9 +868,14 @@ class Engine:
             on_expired=expired,
             batch_size=self._batch_size,
         )
+        evaluations = Evaluations(gate)
         lag = LagWatch(
             lambda: gate.turns,
-            lambda: any(producer.table.flight for producer in producers.values()),
+            lambda: (
+                gate.turns > 0
+                or evaluations.on
+                or any(producer.table.flight for producer in producers.values())
+            ),
             partial(self._instruments.tell, "loop_lagged"),
         )
         self._instruments.add(lag)
@@ -888,7 +894,7 @@ class Engine:
             tool_slots=tool_slots,
             services=services_of[self._specs[0].name],
             judging_of=judging_of,
-            evaluations=Evaluations(gate),
+            evaluations=evaluations,
             lag=lag,
         )
 

@@ -233,6 +233,11 @@ class Evaluations:
         self._changed = Event()
 
     @property
+    def on(self) -> bool:
+        """Whether any runs, or waits for a pause to end."""
+        return bool(self._all)
+
+    @property
     def live(self) -> tuple[Evaluation, ...]:
         """Those that run, or wait for a pause to end."""
         return tuple(self._all)

@@ -62,6 +62,10 @@ class LagWatch(Instrument):
 
     def group_started(self, task: str, visit: int) -> None:
         """Wakes the thread."""
+        self.wake()
+
+    def wake(self) -> None:
+        """Has the thread ask, until nothing is in flight any more."""
         if self._off or self._needed.is_set():
             return
         self._needed.set()

@@ -373,6 +373,24 @@ MUTANTS: tuple[Mutant, ...] = (
             "            if not self.slots.take():\n                self.slots.used += 1\n",
         ),
     ),
+    _mutant(
+        "tree",
+        "a judger that has answered still holds a slot in the tree",
+        (
+            "_slots.py",
+            "        del self.slots.calls[self]\n        self.slots.release()\n",
+            "        self.slots.release()\n",
+        ),
+    ),
+    _mutant(
+        "tree",
+        "a sample that was judged is shown as one that still is",
+        (
+            "_members.py",
+            "            return _ended(sample)\n",
+            "            return evolve(_ended(sample), status='live')\n",
+        ),
+    ),
 )
 
 FOCUSED: tuple[tuple[str, Mutant], ...] = (
@@ -511,6 +529,44 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
                 "_gate.py",
                 "        self.barred = True\n        self._shut()\n",
                 "        self.barred = self.shut = True\n",
+            ),
+        ),
+    ),
+    (
+        "test_processes.py",
+        _mutant(
+            "processes",
+            "what a judger has started outlives it",
+            (
+                "_processes.py",
+                "                os.killpg(self._process.pid, signal.SIGKILL)\n",
+                "                self._process.kill()\n",
+            ),
+        ),
+    ),
+    (
+        "test_processes.py",
+        _mutant(
+            "processes",
+            "whoever waits for a process holds a judge slot",
+            (
+                "_processes.py",
+                "        async with Call(pool.slots, call.what, call.of, call.by):\n"
+                "            await call.begin(patience)\n",
+                "        await call.begin(patience)\n"
+                "        async with Call(pool.slots, call.what, call.of, call.by):\n",
+            ),
+        ),
+    ),
+    (
+        "test_stall.py",
+        _mutant(
+            "stall",
+            "time with the gate closed counts",
+            (
+                "_gate.py",
+                "        self.last_end = now - max(0.0, self.closed_since - self.last_end)\n",
+                "",
             ),
         ),
     ),
