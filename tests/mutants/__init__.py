@@ -142,9 +142,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "partial dropped on abort",
         (
             "_context.py",
-            "        self._response.extend(received)\n        return stop_at",
-            "        if attempt.finish_reason != FinishReason.ABORT:\n"
-            "            self._response.extend(received)\n        return stop_at",
+            "if not usable or self._core.frozen:",
+            "if not usable or self._core.frozen or attempt.finish_reason == FinishReason.ABORT:",
         ),
     ),
     _mutant(
