@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import nullcontext
 from inspect import isawaitable, iscoroutinefunction
 
+from ._clock import loop_clock
 from ._records import Group, Prompt
 from ._slots import Call, Slots
 from ._task import as_prompt
@@ -37,7 +38,7 @@ class SourceSampler:
         self.ended: bool = False
         self._source = source
         self._workers = workers
-        self._slots = Slots(None)
+        self._slots = Slots(None, loop_clock())  # asked when the loop may have ended
         self._held: deque[Prompt] = deque()
         self._drawn = 0
         self._known: dict[str, Prompt] = {}  # by uid, the last ones
