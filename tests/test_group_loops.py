@@ -13,6 +13,7 @@ from rollnest import (
     AgentLoop,
     AsyncStrategy,
     Batch,
+    ComposedJudger,
     Engine,
     Group,
     LiveGroup,
@@ -232,6 +233,22 @@ async def test_the_groups_judger_is_asked_when_the_loop_asks_and_again_after_a_r
     assert group.rewards == (0.0, 1.0)
     assert asked == [[4, 2], [4, 6], [4, 6]]
     assert len(recording.samples) == 3
+
+
+async def test_what_a_judger_said_of_a_member_goes_with_it() -> None:
+    class Shared:
+        async def batch_judge(self, samples: Sequence[Sample]) -> list[float]:
+            return [0.0] * len(samples)
+
+    async def solve(group: LiveGroup) -> None:
+        await group.each(group.run)
+        await group.judge()
+        await group.run(group.resample(group.rollouts[1]))
+
+    judger = ComposedJudger({"length": by_length, "shared": Shared()})
+    controller = ScriptedController(says(m0=4, m1=2, m1_1=6))
+    group, _, _ = await one(solve, controller=controller, judger=judger)
+    assert group.rewards == (4.0, 6.0)
 
 
 async def test_judging_in_the_loop_ends_what_has_generated() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from anyio.lowlevel import checkpoint
 from attrs import evolve, frozen
@@ -33,6 +33,8 @@ from .errors import DataError, InferenceError, LoopError, UnsupportedSampling, d
 __all__ = ["Context", "RolloutCore", "RolloutServices", "freeze_context"]
 
 _NOTHING = Response().seal()
+
+_Outcome: TypeAlias = 'Literal["stop", "length", "timeout"]'
 
 
 @frozen(eq=False)
@@ -250,7 +252,7 @@ class Context:
         self._since = 0.0  # when the turn began to wait for the gate, or went through
         self._mark = 0  # requests that had failed in all when the last attempt was sent
         self._tries = 0  # requests of the turn that is running
-        self._outcome: Literal["stop", "length"] | None = None  # how it ended, once that is known
+        self._outcome: _Outcome | None = None  # how it ended, once that is known
         self._record: ContextReplay | None = None  # what it is given again
 
     @property
@@ -520,7 +522,7 @@ class Context:
     async def _run_turn(self, sampling: Sampling, start: int, cap: int) -> Turn:
         services = self._core.services
         limit = services.gate.limit(services.limits.turn)
-        reason: Literal["stop", "length"] | None = None
+        reason: _Outcome | None = None
         retries: Retries | None = None
         resumed = 0
         if cap <= 0:
@@ -585,6 +587,7 @@ class Context:
         self._request = sampling, start, cap
         usable = True
         failure: InferenceError | None = None
+        timed_out = False
         try:
             done = await services.gate.pass_through(
                 self._begin_attempt, services.controller.generate, limit
@@ -592,6 +595,15 @@ class Context:
             if not services.partial and self._is_partial(done, sampling):
                 usable = False
                 services.counters.restarted_turns += 1
+        except OverLimit:
+            timed_out = usable and services.limits.on_timeout == "finish"
+            if (
+                not timed_out
+                or attempt is None
+                or len(self._response) + len(attempt.received) == start
+            ):
+                usable = False
+                raise InferenceError(f"the turn took over {services.limits.turn} s") from None
         except Exception as error:
             failure, attempt = self._failure(error), self._running
             usable = failure.retryable and attempt is not None and bool(attempt.received)
@@ -608,6 +620,8 @@ class Context:
                 stopped = self._keep(attempt, sampling, start, usable)
                 if usable:
                     self._outcome = "stop" if stopped else self._reason(attempt, sampling, start)
+                    if timed_out and self._outcome is None:
+                        self._outcome = "timeout"
                 services.instruments.tell("turn_ended", attempt)
         assert attempt is not None
         return attempt, failure
@@ -627,8 +641,6 @@ class Context:
         """What a request failed with, as the controller's error."""
         if isinstance(error, InferenceError):
             return error
-        if isinstance(error, OverLimit):
-            return InferenceError(f"the turn took over {self._core.services.limits.turn} s")
         message = f"the controller raised {describe(error)}"
         return InferenceError(message, retryable=isinstance(error, ConnectionError))
 

@@ -31,7 +31,14 @@ _NO_LIMIT = nullcontext()
 
 
 class OverLimit(Exception):
-    """A limit of ours is over; apart from any `TimeoutError` that user code raises itself."""
+    """A limit of ours is over; apart from any `TimeoutError` that user code raises itself.
+
+    Attributes:
+        limit: Which.
+    """
+
+    def __init__(self, limit: Limit) -> None:
+        self.limit = limit
 
 
 class Gate:
@@ -290,6 +297,11 @@ class Limit:
         self._left = seconds
         self._scope = CancelScope()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left; not to be asked while it runs."""
+        return self._left <= 0
+
     def go(self) -> None:
         """Lets the time run."""
         self._scope.deadline = self._gate.clock() + self._left
@@ -313,5 +325,6 @@ class Limit:
         self._gate.leave_limit(self)
         swallowed = self._scope.__exit__(exc_type, exc, traceback)
         if self._scope.cancelled_caught:
-            raise OverLimit
+            self._left = 0.0
+            raise OverLimit(self)
         return swallowed

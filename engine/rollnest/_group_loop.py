@@ -8,7 +8,7 @@ from typing import TypeVar, TypeVarTuple
 
 from anyio import CancelScope
 
-from ._gate import Gate
+from ._gate import Gate, OverLimit
 from ._live import LiveGroup
 from ._members import Members, cancellation_alone, kind_of
 from ._records import Failure, Prompt, Sample, Status
@@ -36,8 +36,12 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
         return
     group = _OpenGroup(members)
     row, failure = members.row, None
+    over = False
     try:
-        await spec.loop.generate_group(group)
+        with gate.limit(spec.limits.group):
+            await spec.loop.generate_group(group)
+    except OverLimit:
+        over = True
     except Exception as error:
         failure = Failure.of(kind_of(error), error)
     except BaseExceptionGroup as error:
@@ -45,7 +49,9 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
         raise cancellation_alone(who, error) from None
     finally:
         group.close()
-    if failure is None:
+    if over:
+        await group.end_rest(f"the group took over {spec.limits.group} s")
+    elif failure is None:
         await group.end_rest()
     else:
         group.fail_rest(failure)
@@ -146,16 +152,18 @@ class _OpenGroup(LiveGroup):
         """The group loop has returned."""
         self._closed = True
 
-    async def end_rest(self) -> None:
-        """Ends the members that have not, as if their loop had returned, and judges each."""
+    async def end_rest(self, over: str | None = None) -> None:
+        """Ends the members that have not, as if their loop had returned or was over a limit, and judges each."""
         live = [r for r in self.rollouts if r.index not in self._members.samples]
         if live:
-            await self._members.each(self._end, live)
+            await self._members.each(self._end, live, over)
 
-    async def _end(self, rollout: Rollout) -> None:
+    async def _end(self, rollout: Rollout, over: str | None) -> None:
         index = rollout.index
         sample = self._members.unjudged.get(index)  # run() was cancelled while it was judged
-        if sample is None and index in self._begun:
+        if sample is None and over is not None:
+            sample = self._members.over_limit(rollout, over)
+        elif sample is None and index in self._begun:
             lost = Failure("loop", "the group loop cancelled its run()")
             sample = freeze_rollout(rollout, Status.FAILED, lost)
         elif sample is None and not rollout.turns:

@@ -107,7 +107,7 @@ class ToolLoop(AgentLoop):
             if turn.text is None:
                 raise LoopError("ToolLoop needs the engine to have a tokenizer")
             calls = self._parser.parse(turn.text)
-            if turn.finish_reason == "length" or not calls:
+            if turn.finish_reason != "stop" or not calls:
                 return
             if number == self._max_turns:
                 break

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar, TypeVarTuple
 
 from anyio import CancelScope, create_task_group, get_cancelled_exc_class
@@ -18,7 +18,7 @@ from anyio.abc import TaskGroup
 from attrs import evolve
 
 from ._context import RolloutServices
-from ._gate import OverLimit
+from ._gate import Limit, OverLimit
 from ._journal import Journal
 from ._judging import GroupJudging, Judging
 from ._records import Failure, FailureKind, Prompt, Sample, Status
@@ -251,11 +251,15 @@ class Members:
 
     async def run_member(self, rollout: Rollout) -> Sample:
         """Runs one member to its sample, and again if it failed and may be retried; raises no `Exception`."""
+        seconds, limit = self._spec.limits.group, None
+        if seconds is not None and self.begun is None:  # a group loop is limited as a whole
+            limit = Limit(self._services.gate, seconds)
         while True:
-            sample = await self._generate(rollout)
+            sample = await self._generate(rollout, limit)
             if sample.status is not Status.FAILED:
                 return self.put(sample) if self._judging is None else await self.judge(sample)
-            if not self._may_retry(sample, sample.index):
+            in_time = limit is None or not limit.is_over
+            if not in_time or not self._may_retry(sample, sample.index):
                 return self.put(sample)
             self._note_failure(sample)
             rollout = self.replace(sample, RETRIED)
@@ -277,12 +281,13 @@ class Members:
                 tasks.start_soon(call, rollout, name=rollout.uid)
         return [results[index] for index in sorted(results)]
 
-    async def _generate(self, rollout: Rollout) -> Sample:
+    async def _generate(self, rollout: Rollout, group_limit: Limit | None) -> Sample:
         """Generates one sample."""
-        seconds = self._spec.limits.sample
+        limits = self._spec.limits
+        limit = self._services.gate.limit(limits.sample)
         failure: Failure | None = None
         try:
-            with self._services.gate.limit(seconds):
+            with limit if group_limit is None else _both(limit, group_limit):
                 try:
                     await self._spec.loop.generate_sample(rollout)
                 except Exception:
@@ -291,13 +296,22 @@ class Members:
                 if must_restart(rollout):
                     rollout = self._restart(rollout)
                     await self._spec.loop.generate_sample(rollout)
-        except OverLimit:
-            error = LoopError(f"the agent loop took over {seconds} s")
-            failure = Failure.of("loop", error)
+        except OverLimit as over:
+            by_group = over.limit is group_limit
+            what, seconds = ("group", limits.group) if by_group else ("agent loop", limits.sample)
+            return self.over_limit(rollout, f"the {what} took over {seconds} s")
         except Exception as error:
             failure = Failure.of(kind_of(error), error)
         status = Status.COMPLETED if failure is None else Status.FAILED
         return freeze_rollout(rollout, status, failure)
+
+    def over_limit(self, rollout: Rollout, message: str) -> Sample:
+        """Ends a member that is over a limit: as failed, or completed with what it has."""
+        may_finish = self._spec.limits.on_timeout == "finish" and not must_restart(rollout)
+        if may_finish and rollout.policy_tokens:
+            rollout.finish("timeout")
+            return freeze_rollout(rollout, Status.COMPLETED)
+        return freeze_rollout(rollout, Status.FAILED, Failure.of("loop", LoopError(message)))
 
     def _restart(self, rollout: Rollout) -> Rollout:
         """Puts another rollout in the place of one of which a tool did not do the same again; it begins anew."""
@@ -598,6 +612,14 @@ class Members:
     def __repr__(self) -> str:
         ended = len(self.samples)
         return f"<Members of {self.row!r}: {ended} of {self.count} have ended>"
+
+
+@contextmanager
+def _both(
+    one: AbstractContextManager[None], other: AbstractContextManager[None]
+) -> Generator[None]:
+    with one, other:
+        yield
 
 
 def _ended(sample: Sample) -> SampleTree:

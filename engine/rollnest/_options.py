@@ -146,9 +146,16 @@ class Limits:
         tool: One tool call.
         judge: One judger call.
         sample: One sample's agent loop, judging not counted.
+        group: Generating one group: a group loop from its start to its end, with the judging that it asks for itself.
+            Of other loops it bounds each member, over all its tries.
+        on_timeout: What is over a limit of turn, sample or group `"fail"`s; or it is to `"finish"` with what it has: a
+            turn as `"timeout"`, a sample as completed, judged, with the finish reason `"timeout"`. What has not a token
+            fails all the same. From a server that sends a turn's tokens at its end only, a turn that is cut has none.
     """
 
     turn: float | None = field(default=None, validator=real(0, open_below=True, optional=True))
     tool: float | None = field(default=60.0, validator=real(0, open_below=True, optional=True))
     judge: float | None = field(default=60.0, validator=real(0, open_below=True, optional=True))
     sample: float | None = field(default=None, validator=real(0, open_below=True, optional=True))
+    group: float | None = field(default=None, validator=real(0, open_below=True, optional=True))
+    on_timeout: Literal["fail", "finish"] = field(default="fail", validator=in_(("fail", "finish")))

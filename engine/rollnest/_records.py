@@ -193,7 +193,8 @@ class Turn:
     """What one `generate()` brought.
 
     Attributes:
-        finish_reason: `"stop"`, `"length"`, or `"abort"` if the loop itself cancelled the turn.
+        finish_reason: `"stop"`, `"length"`, `"timeout"` if a limit ended it that lets turns finish, or `"abort"` if
+            the loop itself cancelled the turn.
         text: The turn's text, decoded once from all its ids, without special tokens; `None` without a tokenizer.
         segment: Index of the segment it stands in.
         start: Where it starts in that segment's response.
@@ -201,7 +202,7 @@ class Turn:
         attempts: How many requests it took; above 1 it went on from a partial.
     """
 
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "timeout", "abort"]
     text: str | None
     segment: int
     start: int
@@ -385,10 +386,8 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Whether the cap cut it: of the sample, or of any of its turns."""
-        return self.finish_reason == "length" or any(
-            turn.finish_reason == "length" for turn in self.turns
-        )
+        """Whether a cap or a limit cut it: of the sample, or of any of its turns."""
+        return self.finish_reason in _CUT or any(turn.finish_reason in _CUT for turn in self.turns)
 
     def lag(self, version: int) -> int:
         """Versions between the oldest trainable token and `version`; 0 without a trainable token."""
@@ -407,6 +406,7 @@ class Sample:
         )
 
 
+_CUT = frozenset({"length", "timeout"})
 _NEVER_JUDGED = frozenset({Status.INIT, Status.ABORTED, Status.EXPIRED, Status.FAILED})
 
 

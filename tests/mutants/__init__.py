@@ -705,5 +705,93 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             ("_pause.py", "        for step in reversed(steps):\n", "        for step in steps:\n"),
         ),
     ),
+    (
+        "test_redundancy.py",
+        _mutant(
+            "members",
+            "spare members run to their end",
+            (
+                "_members.py",
+                "        if enough or (hopeless and not self.unjudged):\n",
+                "        if hopeless and not self.unjudged:\n",
+            ),
+        ),
+    ),
+    (
+        "test_redundancy.py",
+        _mutant(
+            "members",
+            "a group has all that completed",
+            (
+                "_members.py",
+                "if s.status is Status.COMPLETED][:size]",
+                "if s.status is Status.COMPLETED]",
+            ),
+        ),
+    ),
+    (
+        "test_failure_policy.py",
+        _mutant(
+            "members",
+            "one retry too many",
+            (
+                "_members.py",
+                "self._failures[whose, failure.kind] >= policy.retries",
+                "self._failures[whose, failure.kind] > policy.retries",
+            ),
+        ),
+    ),
+    (
+        "test_failure_policy.py",
+        _mutant(
+            "members",
+            "siblings that are judged are cancelled",
+            ("_members.py", "(hopeless and not self.unjudged)", "hopeless"),
+        ),
+    ),
+    (
+        "test_refine.py",
+        _mutant(
+            "members",
+            "who was refined away is nowhere",
+            (
+                "_group.py",
+                "            self._table.let_go(sample, REFINED)\n",
+                "            pass\n",
+            ),
+        ),
+    ),
+    (
+        "test_group_loops.py",
+        _mutant(
+            "members",
+            "a run that was cancelled is trained",
+            (
+                "_group_loop.py",
+                "        elif sample is None and index in self._begun:\n",
+                "        elif sample is None and index < 0:\n",
+            ),
+        ),
+    ),
+    (
+        "test_group_loops.py",
+        _mutant(
+            "members",
+            "a fresh member has the verdict of the one before",
+            ("_members.py", "            self._judging.forget(index)\n", "            pass\n"),
+        ),
+    ),
+    (
+        "test_limits.py",
+        _mutant(
+            "members",
+            "a turn that timed out has lost its tokens",
+            (
+                "_context.py",
+                "            timed_out = usable and services.limits",
+                "            timed_out = False and services.limits",
+            ),
+        ),
+    ),
 )
 """Mutants of what the state machine does not play, with the tests that catch each."""
