@@ -203,10 +203,6 @@ class GroupJudging:
         except Exception as error:
             return [_failed(sample, error) for sample in samples]
 
-    def forget(self, index: int) -> None:
-        """Forgets what was said of a member, whose place another takes."""
-        self._answers.pop(index, None)
-
     async def _ask_own(self, sample: Sample) -> dict[_Leaf, Verdict]:
         if isinstance(self._root, Exception):
             # Raised for each member, from where it came first: else the traceback would grow with each.

@@ -536,8 +536,6 @@ class Members:
             self._count(sample, -1)
         if not ended or sample.status is Status.ABORTED or self._waits(sample):
             self._services.instruments.tell("sample_ended", sample)
-        if self._judging is not None:
-            self._judging.forget(index)
 
     def _waits(self, sample: Sample) -> bool:
         """Whether a sample waits to be judged with its siblings."""

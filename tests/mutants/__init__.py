@@ -774,14 +774,6 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
         ),
     ),
     (
-        "test_group_loops.py",
-        _mutant(
-            "members",
-            "a fresh member has the verdict of the one before",
-            ("_members.py", "            self._judging.forget(index)\n", "            pass\n"),
-        ),
-    ),
-    (
         "test_limits.py",
         _mutant(
             "members",
