@@ -596,13 +596,10 @@ class Context:
                 usable = False
                 services.counters.restarted_turns += 1
         except OverLimit:
-            timed_out = usable and services.limits.on_timeout == "finish"
-            if (
-                not timed_out
-                or attempt is None
-                or len(self._response) + len(attempt.received) == start
-            ):
-                usable = False
+            attempt = self._running
+            got = len(self._response) + (0 if attempt is None else len(attempt.received))
+            usable = timed_out = services.limits.on_timeout == "finish" and got > start
+            if not timed_out:
                 raise InferenceError(f"the turn took over {services.limits.turn} s") from None
         except Exception as error:
             failure, attempt = self._failure(error), self._running

@@ -780,8 +780,8 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "a turn that timed out has lost its tokens",
             (
                 "_context.py",
-                "            timed_out = usable and services.limits",
-                "            timed_out = False and services.limits",
+                "            usable = timed_out = services.limits",
+                "            usable = timed_out = False and services.limits",
             ),
         ),
     ),
