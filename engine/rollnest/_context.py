@@ -99,20 +99,20 @@ class RolloutCore:
     )
 
     def __init__(self, services: RolloutServices, prompt: Prompt, uid: str) -> None:
-        self.services = services
-        self.prompt = prompt
-        self.uid = uid
+        self.services: RolloutServices = services
+        self.prompt: Prompt = prompt
+        self.uid: str = uid
         self.contexts: list[Context] = []
         self.turns: list[Turn] = []
         self.asked: list[tuple[int, Request]] = []
-        self.begun = 0
-        self.attempts = 0
+        self.begun: int = 0
+        self.attempts: int = 0
         self.replay: Replay | None = None
         self.finish_reason: str | None = None
         self.failure: Failure | None = None
-        self.cut = False
-        self.frozen = False
-        self.since = services.gate.clock()
+        self.cut: bool = False
+        self.frozen: bool = False
+        self.since: float = services.gate.clock()
 
     @property
     def ended(self) -> bool:

@@ -30,7 +30,7 @@ class Control:
     """
 
     def __init__(self, controller: InferenceController) -> None:
-        self.closed = False
+        self.closed: bool = False
         self._controller = controller
         self._lock = Lock(fast_acquire=True)
         self._running: CancelScope | None = None

@@ -534,6 +534,7 @@ class Engine:
         check_sampling(sampling, self._controller.capabilities)
         if sampling.stop and self._tokenizer is None:
             raise ValueError(f"sampling.stop={sampling.stop!r} needs a tokenizer")
+        parts.lag.wake()
         evaluation = Evaluation(
             spec,
             sampling,
@@ -544,7 +545,6 @@ class Engine:
             patience=patience,
             break_engine=self._break,
         )
-        parts.lag.wake()
         if not await parts.evaluations.run(evaluation):
             self._usable()
             raise RuntimeError("an evaluation was ended by nobody")

@@ -67,15 +67,15 @@ class Gate:
         clock: Callable[[], float] = current_time,
         awaits_weights: bool = False,
     ) -> None:
-        self.version = version
-        self.awaits_weights = awaits_weights
+        self.version: int = version
+        self.awaits_weights: bool = awaits_weights
         self.clock = clock
         self.epoch: int = 0
         self.closed: bool = awaits_weights
         self.barred: bool = False
         self.shut: bool = awaits_weights
         self.closed_seconds: float = 0.0
-        self.closed_since = clock() if awaits_weights else 0.0
+        self.closed_since: float = clock() if awaits_weights else 0.0
         self.slots = slots
         self.last_end: float = clock()
         self.on_end: Callable[[], None] | None = None

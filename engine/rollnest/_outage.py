@@ -54,10 +54,10 @@ class Outage:
         self.failures: int = 0
         self.proof: int = 0
         self.good: Attempt | None = None
-        self.counters = TokenCounters()
+        self.counters: TokenCounters = TokenCounters()
         self.count: int = 0
         self.seconds: float = 0.0
-        self.bell = Bell()
+        self.bell: Bell = Bell()
         self._gate = gate
         self._instruments = instruments
         self._limit = limit

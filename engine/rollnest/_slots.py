@@ -195,13 +195,13 @@ class Call:
     __slots__ = ("abandoned", "by", "of", "running", "since", "slots", "what")
 
     def __init__(self, slots: Slots, what: str, of: Named, by: object) -> None:
-        self.slots = slots
-        self.what = what
-        self.of = of
-        self.by = by
-        self.running = False
+        self.slots: Slots = slots
+        self.what: str = what
+        self.of: Named = of
+        self.by: object = by
+        self.running: bool = False
         self.abandoned: float | None = None
-        self.since = slots.clock()
+        self.since: float = slots.clock()
 
     @property
     def name(self) -> str:
