@@ -186,6 +186,20 @@ async def test_tokens_without_a_version_are_refused_after_an_update() -> None:
     assert engine.statistics().tasks["task"].dropped == {"inference": 1}
 
 
+async def test_a_scripts_own_logprobs_follow_the_weights() -> None:
+    reply = Reply([5] * 8, finish="length", logprobs=[expected_logprob(5, 0)] * 8, delay=8.0)
+    controller = ScriptedController(in_turn(reply))
+    task = spec(group_size=1, strategy=AsyncStrategy(max_staleness=1), sampling=Sampling(8))
+    async with Engine(controller, task, batch_size=1) as engine:
+        await sleep(3.5)
+        async with engine.paused(KEEP) as pause:
+            await pause.update_weights({})
+        batch = await engine.next_batch()
+    (segment,) = next(batch.samples).segments
+    assert segment.versions.tolist() == [0] * 3 + [1] * 5
+    assert segment.logprobs.tolist() == [expected_logprob(5, v) for v in segment.versions]
+
+
 async def test_leaving_while_turns_are_frozen_ends_them() -> None:
     controller = ScriptedController(rate=1.0, stop_every=10_000)
     task = spec(strategy=AsyncStrategy(max_staleness=1))

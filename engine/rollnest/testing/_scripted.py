@@ -497,7 +497,10 @@ class _Answering:
         self._base, self._started = self.made, current_time()
 
     def plan_anew(self, rest: Reply | None, version: int) -> None:
-        """The rest is made by another version; `None` is the same tokens, with that version's logprobs."""
+        """The rest is made by another version; `None` is the same tokens, with that version's logprobs.
+
+        Of logprobs that the script gave only their number counts from here on: it can't have known the new weights.
+        """
         made = self.made
         if rest is not None:
             self.ids = list(rest.ids)
@@ -506,8 +509,9 @@ class _Answering:
         before = self.versions
         done = [before] * made if isinstance(before, int) else before[:made]
         fresh = self.ids[made:]
-        if self.reply.logprobs is None:
-            self.logprobs = self.logprobs[:made] + [expected_logprob(i, version) for i in fresh]
+        wanted = len(fresh) if self.reply.logprobs is None else max(0, len(self.logprobs) - made)
+        anew = [expected_logprob(i, version) for i in fresh[:wanted]]
+        self.logprobs = self.logprobs[:made] + anew
         self.versions = done + [version] * len(fresh)
         self.version = version
 
