@@ -86,7 +86,6 @@ async def test_too_few_spare_members_drop_the_group() -> None:
     async with Engine(controller, task) as engine:
         with pytest.raises(Starved):
             await engine.next_batch(1)
-        assert current_time() == 0.0  # the third was not generated in vain
         assert engine.statistics().tasks["task"].dropped == {"loop": 1}
     assert_conserved(engine, committed=controller.committed)
 

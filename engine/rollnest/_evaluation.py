@@ -161,7 +161,6 @@ class Evaluation:
                 judging=judging_of(spec),
                 on_settled=self._settled,
                 on_break=break_engine,
-                to_the_end=True,
             ),
             admission=Admission(None, {spec.name: 1.0}),
             share=lambda: None,

@@ -49,7 +49,6 @@ class GroupRunner:
         judging: Judging | None,
         on_settled: Callable[[Row], None],
         on_break: Callable[[str, BaseException], None],
-        to_the_end: bool = False,
     ) -> None:
         self._spec = spec
         self._table = table
@@ -57,7 +56,6 @@ class GroupRunner:
         self._judging = judging
         self._on_settled = on_settled
         self._on_break = on_break
-        self._to_the_end = to_the_end
         self._streak = FailureStreak(spec.name, spec.failures.max_failures_in_a_row, on_break)
         self._by_group_loop = overrides_generate_group(spec.loop)
         self.produced = Produced()
@@ -77,7 +75,6 @@ class GroupRunner:
             services=self._services,
             judging=self._judging,
             streak=self._streak,
-            to_the_end=self._to_the_end,
         )
         self.live.add(members)
         return members

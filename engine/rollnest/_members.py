@@ -77,7 +77,6 @@ class Members:
         services: RolloutServices,
         judging: Judging | None,
         streak: FailureStreak,
-        to_the_end: bool = False,
     ) -> None:
         self.row = row
         self.rollouts: dict[int, Rollout] = {}
@@ -92,7 +91,6 @@ class Members:
         self._services = services
         self._judging = None if judging is None else judging.of(row.prompt)
         self._streak = streak
-        self._to_the_end = to_the_end
         there = row.kept | row.unjudged
         self._missing = [i for i in range(spec.group_size + spec.redundancy) if i not in there]
         self._indexes = dict.fromkeys([*there, *self._missing])  # all members: a set, in order
@@ -462,17 +460,13 @@ class Members:
         return self.rollouts[index]
 
     def _decide(self) -> None:
-        """Cancels the members that run once they don't matter.
+        """Cancels the members that run once the group has enough without them.
 
-        The group has enough; or it can't have enough any more, and nobody is being judged: what was generated is worth
-        its verdict, and a thread that judges could only be abandoned.
+        A member that died cancels nobody: its siblings are what the failure is to be judged by.
         """
         if self._tasks is None or self._cut_short:
             return
-        enough = self._completed >= self._spec.group_size
-        lost = self._failed > 0 and not self._to_the_end
-        hopeless = lost and not self._can_do_with(self.count - self._failed)
-        if enough or (hopeless and not self.unjudged):
+        if self._completed >= self._spec.group_size:
             if self._completed + self._failed == self.count:
                 return  # nobody runs
             self._cut_short = True

@@ -458,14 +458,6 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
         "test_evaluation.py",
         _mutant(
             "evaluation",
-            "a failure is left out",
-            ("_evaluation.py", "                to_the_end=True,\n", ""),
-        ),
-    ),
-    (
-        "test_evaluation.py",
-        _mutant(
-            "evaluation",
             "new weights cancel an evaluation after the gate has opened",
             (
                 "_pause.py",
@@ -712,8 +704,8 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "spare members run to their end",
             (
                 "_members.py",
-                "        if enough or (hopeless and not self.unjudged):\n",
-                "        if hopeless and not self.unjudged:\n",
+                "        if self._completed >= self._spec.group_size:\n",
+                "        if self._completed > 10**9:\n",
             ),
         ),
     ),
@@ -745,8 +737,12 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
         "test_failure_policy.py",
         _mutant(
             "members",
-            "siblings that are judged are cancelled",
-            ("_members.py", "(hopeless and not self.unjudged)", "hopeless"),
+            "a dead member cancels its siblings",
+            (
+                "_members.py",
+                "        if self._completed >= self._spec.group_size:\n",
+                "        if self._completed >= self._spec.group_size or self._failed:\n",
+            ),
         ),
     ),
     (
