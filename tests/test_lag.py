@@ -24,6 +24,11 @@ where = _lag._where  # pyright: ignore[reportPrivateUsage]
 BACKENDS = ["asyncio", "trio"]
 
 
+def watching() -> bool:
+    """Whether a thread watches an event loop."""
+    return any("event-loop watch" in thread.name for thread in threading.enumerate())
+
+
 class Waiting(logging.Handler):
     """Lets the training go on once it has been named."""
 
@@ -99,7 +104,7 @@ def test_training_on_the_loop_is_named_while_it_blocks(
                     await checkpoint()
             assert not heard.messages
             group.cancel_scope.cancel()
-        assert not [t for t in threading.enumerate() if "event-loop watch" in t.name]
+        assert not watching()
 
     anyio.run(main, backend=backend)
 
@@ -127,7 +132,7 @@ def test_without_turns_in_flight_nothing_is_wrong(
 async def test_under_virtual_time_it_is_off() -> None:
     async with Engine(ScriptedController(), spec()) as engine:
         await engine.next_batch(1)
-        assert not [t for t in threading.enumerate() if "event-loop watch" in t.name]
+        assert not watching()
         assert engine.statistics().loop_lag_max == 0.0
 
 
@@ -151,7 +156,29 @@ def test_at_rest_its_thread_sleeps(backend: str) -> None:
         watch.group_started("task", 1)
         assert watch.is_asking
         watch.stop()
-        assert not [t for t in threading.enumerate() if "event-loop watch" in t.name]
+        assert not watching()
+
+    anyio.run(main, backend=backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_is_stopped_in_the_moment_in_which_its_thread_goes_to_sleep(backend: str) -> None:
+    async def main() -> None:
+        looking = threading.Event()
+
+        def is_busy() -> bool:
+            if not looking.is_set():
+                watch._answered.clear()  # pyright: ignore[reportPrivateUsage]
+                looking.set()
+                assert watch._answered.wait(60)  # pyright: ignore[reportPrivateUsage]
+            return False  # so it clears what `stop` has just set
+
+        watch = LagWatch(lambda: 0, is_busy, lambda seconds, where: None)
+        watch.group_started("task", 0)
+        while not looking.is_set():
+            await checkpoint()
+        watch.stop()
+        assert not watching()
 
     anyio.run(main, backend=backend)
 

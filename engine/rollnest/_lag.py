@@ -92,7 +92,10 @@ class LagWatch(Instrument):
                 self._needed.clear()
                 if self._is_busy():  # a group began in between, and saw it set
                     self._needed.set()
-            self._over.wait(_EVERY)
+            if self._over.wait(
+                _EVERY
+            ):  # not left to `_needed`, which may have been cleared after `stop` set it
+                return
 
     def _ask(self) -> None:
         asked = time.monotonic()
