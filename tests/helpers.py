@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+
+import anyio
+import pytest
 
 from rollnest import Engine, Prompt, Sample, Sampling, TaskSpec
 from rollnest.abc import Attempt
 from rollnest.testing import Reply, Script, ScriptedController
 
-__all__ = ["in_turn", "one_batch", "prompts", "spec"]
+__all__ = ["in_turn", "one_batch", "prompts", "run_to_its_exit", "spec"]
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -48,6 +52,19 @@ def in_turn(*replies: Reply | Callable[[Attempt], Reply]) -> Script:
         return reply(attempt) if callable(reply) else reply
 
     return script
+
+
+def run_to_its_exit(
+    main: Callable[[], Awaitable[object]], backend: str, error: type[BaseException]
+) -> None:
+    """Runs something that ends with an exit out of a task, which ends asyncio's loop at once.
+
+    The tasks that it leaves behind are let go here. Later they would be found in the middle of another test, tell the
+    log about their exceptions, and confuse `ast.parse` if it happens to run.
+    """
+    with pytest.raises(error):
+        anyio.run(main, backend=backend)
+    gc.collect()
 
 
 async def one_batch(

@@ -12,7 +12,7 @@ from rollnest import AsyncStrategy, Batch, Engine, Group, Sample, Status
 from rollnest.errors import Starved
 from rollnest.testing import RecordingInstrument, ScriptedController, assert_conserved
 
-from .helpers import prompts, spec
+from .helpers import prompts, run_to_its_exit, spec
 
 pytestmark = pytest.mark.anyio
 
@@ -119,8 +119,7 @@ def test_a_filter_that_exits_leaves_no_row_in_flight(
             await engine.next_batch(1)
 
     engine = Engine(ScriptedController(), spec(keep=keep))
-    with pytest.raises(error):
-        anyio.run(main, backend=backend)
+    run_to_its_exit(main, backend, error)
     figures = engine.statistics().tasks["task"]
     assert (figures.flight, figures.dropped["filter"]) == (0, 1)
     assert_conserved(engine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import anyio
 import pytest
 from attrs import evolve
 
@@ -13,7 +12,7 @@ from rollnest import Engine, Group, Prompt, Sample
 from rollnest.errors import Starved
 from rollnest.testing import RecordingInstrument, ScriptedController, assert_conserved
 
-from .helpers import spec
+from .helpers import run_to_its_exit, spec
 
 pytestmark = pytest.mark.anyio
 
@@ -125,8 +124,7 @@ def test_an_exit_after_refine_counts_each_member_once(backend: str) -> None:
             await engine.next_batch(1)
 
     engine = Engine(ScriptedController(), spec(refine=lambda g: g.samples[:1], keep=keep))
-    with pytest.raises(SystemExit):
-        anyio.run(main, backend=backend)
+    run_to_its_exit(main, backend, SystemExit)
     assert_conserved(engine)
     assert engine.statistics().tasks["task"].members_shrunk == {"refined": 1}
 
