@@ -236,6 +236,9 @@ class Machine:
                 except asyncio.CancelledError:
                     if end != "native" or self.backend != "asyncio":
                         raise
+                    task = asyncio.current_task()
+                    assert task is not None
+                    task.uncancel()  # else our own scope would take the one below for another one like it
                 if self.error is None:
                     try:
                         await self._left()
