@@ -191,11 +191,13 @@ async def test_tools_and_their_slots(sync: bool) -> None:
         release.set()
 
     task = spec(loop=loop, shuffle=False, limits=Limits(tool=None))
-    with free_running_threads():
-        async with (
-            Engine(ScriptedController(), task, capacity=Capacity(tools=1)) as engine,
-            create_task_group() as group,
-        ):
+    async with (
+        Engine(ScriptedController(), task, capacity=Capacity(tools=1)) as engine,
+        create_task_group() as group,
+    ):
+        with (
+            free_running_threads()
+        ):  # not at the end: the released thread is waited for in real time
             await cancel_after(group, engine, 5, look)
 
 
