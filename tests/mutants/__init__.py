@@ -201,8 +201,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a settled group wakes nobody",
         (
             "_engine.py",
-            "        self._ready.ring()\n        parts = self._entered()",
-            "        parts = self._entered()",
+            "        self._ready.ring()\n        parts = self._entered()\n        parts.admission.changed(task)\n",
+            "        parts = self._entered()\n",
         ),
     ),
     _mutant(
