@@ -52,6 +52,7 @@ LAYERS: list[list[str]] = [
         "_processes",
         "_slots",
         "_stall",
+        "_stray",
         "_workers",
     ],
     # 3: composition

@@ -25,6 +25,7 @@ from ._outage import Outage, Retries
 from ._records import Failure, Message, Prompt, Segment, Turn
 from ._response import Response, token_column
 from ._slots import Slots
+from ._stray import is_stray
 from ._tree import Wait
 from ._workers import Workers
 from .abc import Capabilities, InferenceController, Tokenizer
@@ -611,6 +612,11 @@ class Context:
                 if isinstance(error, InferenceError | UnsupportedSampling):
                     raise
                 raise failure from error
+        except BaseException as error:
+            if is_stray(error):
+                usable = False
+                raise InferenceError("the controller cancelled the request itself") from error
+            raise
         finally:
             attempt, self._running = self._running, None
             if attempt is not None:

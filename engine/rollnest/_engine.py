@@ -319,6 +319,8 @@ class Engine:
                     producers.start_soon(parts.prober.run, name="rollnest prober")
                     for name, producer in parts.producers.items():
                         producers.start_soon(producer.run, name=f"producer {name}")
+                if not self._production.cancel_called:
+                    raise RuntimeError("a task of production was cancelled, and not by the engine")
         except Exception as error:
             self._break("production failed", error)
         finally:

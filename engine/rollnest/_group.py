@@ -6,11 +6,10 @@ others are frozen as ABORTED with everything they received.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from anyio import current_effective_deadline, get_cancelled_exc_class
+from anyio import get_cancelled_exc_class
 from attrs import evolve
 
 from ._context import RolloutServices
@@ -113,9 +112,7 @@ class GroupRunner:
 
     def _settle(self, members: Members, seconds: float) -> None:
         row = members.row
-        # Who was cancelled is asked, not taken from what was raised: a loop can raise a cancellation of its own.
-        cut = members.scope.cancel_called or current_effective_deadline() == -math.inf
-        samples: Sequence[Sample] = members.freeze(cancelled=cut)
+        samples: Sequence[Sample] = members.freeze()
         self.live.discard(members)
         for sample in samples:
             if sample.status is Status.COMPLETED and sample.index not in row.kept:

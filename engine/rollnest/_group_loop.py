@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple, cast
 
 from anyio import CancelScope
 
@@ -13,6 +13,7 @@ from ._live import LiveGroup
 from ._members import Members, cancellation_alone, kind_of
 from ._records import Failure, Prompt, Sample, Status
 from ._rollout import Rollout, freeze_rollout
+from ._stray import is_stray
 from ._task import TaskSpec
 from .errors import LoopError
 
@@ -44,9 +45,16 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
         over = True
     except Exception as error:
         failure = Failure.of(kind_of(error), error)
-    except BaseExceptionGroup as error:
-        who = f"the group loop of {spec.name}/{row.prompt.uid}/{row.visit}"
-        raise cancellation_alone(who, error) from None
+    except BaseException as error:
+        if is_stray(error):
+            failure = Failure("loop", "the group loop cancelled itself")
+        elif isinstance(error, BaseExceptionGroup):
+            who = f"the group loop of {spec.name}/{row.prompt.uid}/{row.visit}"
+            raise cancellation_alone(
+                who, cast("BaseExceptionGroup[BaseException]", error)
+            ) from None
+        else:
+            raise
     finally:
         group.close()
     if over:

@@ -25,6 +25,7 @@ from ._process_judger import ProcessJudger
 from ._processes import Processes
 from ._records import Failure, Prompt, Sample, Status, Verdict
 from ._slots import Call, Named, Slots
+from ._stray import is_stray
 from ._tree import Wait
 from ._workers import Workers
 from .abc import BatchJudger, CompositeJudger, Judger, JudgerLike
@@ -101,6 +102,10 @@ class Judging:
                 return await self._ask(leaf, given, of, by)
             except OverLimit as error:
                 raise JudgeError(f"the judger took over {self._limit} s") from error
+            except BaseException as error:
+                if is_stray(error):
+                    raise JudgeError("the judger cancelled itself") from error
+                raise
             finally:
                 self._gate.ended()
 

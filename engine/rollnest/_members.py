@@ -31,6 +31,7 @@ from ._rollout import (
     rollout_journal,
 )
 from ._slots import Call, Slots
+from ._stray import is_stray
 from ._streak import FailureStreak
 from ._table import GroupTable, Row
 from ._task import TaskSpec
@@ -99,7 +100,7 @@ class Members:
         self._tasks: TaskGroup | None = None  # of the members, while they run side by side
         self._being_judged = 0  # judgers at work that a pause can wait for
         self._evicted = False
-        self._cut_short = False  # whether we cancelled members, because they don't matter any more
+        self._cut_short = False  # whether we cancelled members, because enough had completed
         self._prompt_ids = array("i")
         self._began = 0.0
         self._places: Counter[int] = Counter()  # how often a fresh member took another's place
@@ -300,6 +301,10 @@ class Members:
             return self.over_limit(rollout, f"the {what} took over {seconds} s")
         except Exception as error:
             failure = Failure.of(kind_of(error), error)
+        except BaseException as error:
+            if not is_stray(error):
+                raise
+            failure = Failure("loop", "the agent loop cancelled itself")
         status = Status.COMPLETED if failure is None else Status.FAILED
         return freeze_rollout(rollout, status, failure)
 
@@ -408,44 +413,35 @@ class Members:
         return rollout
 
     def end_generating(self) -> None:
-        """Says that no member runs any more: ends those that were cut, and takes out those that aren't needed."""
+        """Says that no member runs any more: freezes those that were cut, and takes out those that aren't needed."""
         self._tasks = None
-        self._end_rest(aborted=self._cut_short)
+        self._end_rest()
         self._take_out()
 
-    def freeze(self, *, cancelled: bool) -> list[Sample]:
+    def freeze(self) -> list[Sample]:
         """Returns all members, by index; those that have not ended are ABORTED.
 
         So are those that completed and were to be judged with their siblings, but were not (I11).
         """
         self._tasks = None
-        aborted = cancelled or self._cut_short or self._failed > 0
-        self._end_rest(aborted=aborted)
+        self._end_rest()
         for index, sample in self.samples.items():
             if self._waits(sample):
                 self._count(sample, -1)
-                self.samples[index] = sample = _without_verdict(sample, aborted=aborted)
-                self._count(sample, 1)
+                self.samples[index] = _unjudged(sample)
         self._take_out()
         return [self.samples[index] for index in sorted(self._indexes)]
 
-    def _end_rest(self, *, aborted: bool) -> None:
-        """Ends the members that have not: they were cancelled, or if nobody did that, cancelled themselves."""
+    def _end_rest(self) -> None:
+        """Ends the members that have not: they were cancelled, for what fails by itself has ended."""
         for index in self._indexes:
-            if index in self.samples:
-                continue
-            if aborted:
+            if index not in self.samples:
                 self.samples[index] = self._aborted(index)
-            elif index in self.unjudged:
-                self.put(_without_verdict(self.unjudged[index], aborted=False))
-            else:
-                lost = Failure("loop", "the agent loop cancelled itself")
-                self.put(freeze_rollout(self._known(index), Status.FAILED, lost))
 
     def _aborted(self, index: int) -> Sample:
         unjudged = self.unjudged.pop(index, None)
         if unjudged is not None:
-            return evolve(unjudged, status=Status.ABORTED, unjudged=True)
+            return _unjudged(unjudged)
         rollout = self._known(index)
         sample = freeze_rollout(rollout, Status.ABORTED)
         journal = rollout_journal(rollout, sample)
@@ -625,11 +621,8 @@ def _ended(sample: Sample) -> SampleTree:
     )
 
 
-def _without_verdict(sample: Sample, *, aborted: bool) -> Sample:
-    if aborted:
-        return evolve(sample, status=Status.ABORTED, unjudged=True)
-    lost = Failure("judge", "the judger cancelled itself")
-    return evolve(sample, status=Status.FAILED, failure=lost)
+def _unjudged(sample: Sample) -> Sample:
+    return evolve(sample, status=Status.ABORTED, unjudged=True)
 
 
 def cancellation_alone(

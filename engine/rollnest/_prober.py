@@ -11,6 +11,7 @@ from ._attempt import Attempt
 from ._gate import Gate
 from ._instruments import Instruments
 from ._outage import Outage
+from ._stray import is_stray
 from .abc import InferenceController
 from .errors import InferenceError
 
@@ -98,6 +99,10 @@ class Prober:
                 await gate.probe(build, self._controller.generate)
         except Exception as raised:
             error = raised
+        except BaseException as raised:
+            if not is_stray(raised):
+                raise
+            error = InferenceError("the controller cancelled the request itself", retryable=True)
         finally:
             if begun:
                 self._instruments.tell("turn_ended", probe)

@@ -39,6 +39,7 @@ from ._options import Sampling
 from ._records import Failure, Message, Prompt, Sample, Segment, Status, Turn, Verdict
 from ._response import Response
 from ._slots import Call
+from ._stray import is_stray
 from ._tree import SampleTree
 from .errors import JudgeError, LoopError, RollnestError, ToolError, describe
 
@@ -356,6 +357,10 @@ class Rollout:
             raise ToolError(f"tool {name} took over {services.limits.tool} s") from error
         except Exception as error:
             raise ToolError(f"tool {name} raised {describe(error)}") from error
+        except BaseException as error:
+            if is_stray(error):
+                raise ToolError(f"tool {name} cancelled itself") from error
+            raise
         finally:
             self._core.since = services.gate.ended()
 
