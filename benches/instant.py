@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 
 from benches.harness import now
 from rollnest import Attempt, Capabilities, Group, PauseMode
-from rollnest.abc import Instrument, ReleaseTag, WeightSource
+from rollnest.abc import Health, Instrument, ReleaseTag, WeightSource
 
 __all__ = [
     "IDS",
@@ -61,6 +61,10 @@ class InstantController:
     async def version(self) -> int | None:
         """Keeps none."""
         return None
+
+    async def health(self) -> Health:
+        """Works."""
+        return Health()
 
     async def release(self, tags: Collection[ReleaseTag]) -> None:
         """Has nothing to release, and says so in `capabilities`."""

@@ -550,6 +550,31 @@ async def check_leaving_with_requests_in_flight_ends_them(case: ControllerCase) 
 
 
 @_check
+async def check_health_is_told_at_any_time(case: ControllerCase) -> None:
+    one = attempt(case.prompt(0))
+    with anyio.fail_after(HANG):
+        async with case.open() as controller:
+            async with anyio.create_task_group() as tasks, case.stall(after=3) as stall:
+                tasks.start_soon(controller.generate, one)
+                await stall.reached()
+                busy = await controller.health()
+                assert busy.running != 0
+                await controller.abort([one.id])
+            await controller.pause(PauseMode.ABORT)
+            await controller.health()
+            if tags := controller.capabilities.release_tags:
+                await controller.release(tags)
+                await controller.health()
+                await controller.reload(tags)
+            await controller.resume()
+            idle = await controller.health()
+            assert not idle.running
+            assert not idle.waiting
+        with pytest.raises(InferenceError):
+            await controller.health()
+
+
+@_check
 async def check_leaving_while_paused_ends(case: ControllerCase) -> None:
     with anyio.fail_after(HANG):
         async with case.open() as controller:

@@ -23,6 +23,7 @@ from rollnest import AsyncStrategy, Capacity, Engine, Prompt, Rollout, Sampling,
 from rollnest.abc import (
     Attempt,
     Capabilities,
+    Health,
     InferenceController,
     Instrument,
     PauseMode,
@@ -328,6 +329,9 @@ class _Nothing:
 
     async def version(self) -> int | None:
         return None
+
+    async def health(self) -> Health:
+        return Health()
 
     async def release(self, tags: Collection[ReleaseTag]) -> None:
         pass

@@ -33,6 +33,7 @@ from rollnest.abc import (
     Attempt,
     Capabilities,
     FinishReason,
+    Health,
     PauseMode,
     ReleaseTag,
     SamplingField,
@@ -406,6 +407,17 @@ class TransformersController:
         await anyio.lowlevel.checkpoint()
         return self._version
 
+    async def health(self) -> Health:
+        """Returns how many requests are open; the loop doesn't say which of them wait.
+
+        Raises:
+            InferenceError: The generation loop is not running.
+        """
+        await anyio.lowlevel.checkpoint()
+        self._running()
+        self._check_fault()
+        return Health(running=len(self._open))
+
     # Building
 
     def _generation(self, top_p: float, top_k: int | None) -> GenerationConfig:
@@ -435,12 +447,15 @@ class TransformersController:
             raise InferenceError("the controller is not open", maybe_executed=False)
         return self._manager
 
+    def _check_fault(self) -> None:
+        if self._fault is not None:
+            raise InferenceError(self._fault, maybe_executed=False) from self._cause
+
     # Requests; everything here is synchronous and on the event loop
 
     def _submit(self, attempt: Attempt) -> _Request:
         manager = self._running()
-        if self._fault is not None:
-            raise InferenceError(self._fault, maybe_executed=False) from self._cause
+        self._check_fault()
         self._check_not_released("generate")
         if attempt.id in self._open:
             raise InferenceError(f"attempt {attempt.id} is in flight already", maybe_executed=False)

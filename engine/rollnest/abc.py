@@ -16,7 +16,7 @@ from attrs.validators import in_
 
 from ._attempt import Attempt as Attempt
 from ._attempt import FinishReason as FinishReason
-from ._checks import whole
+from ._checks import real, whole
 from ._records import Batch, EvalResult, Group, Message, Prompt, Sample, Verdict
 from ._tree import StallReport
 
@@ -27,6 +27,7 @@ __all__ = [
     "CompositeJudger",
     "Curriculum",
     "FinishReason",
+    "Health",
     "InferenceController",
     "Instrument",
     "JudgeFunction",
@@ -148,6 +149,21 @@ class Capabilities:
     )
 
 
+@frozen(kw_only=True)
+class Health:
+    """What a server that works says of its load; `None` is what it does not say.
+
+    Attributes:
+        running: Requests that it is generating for.
+        waiting: Requests that wait at the server, because it has no room for them.
+        cache: Share of its memory for keys and values that is in use, 0 to 1.
+    """
+
+    running: int | None = field(default=None, validator=whole(0, optional=True))
+    waiting: int | None = field(default=None, validator=whole(0, optional=True))
+    cache: float | None = field(default=None, validator=real(0, 1, optional=True))
+
+
 WeightSource: TypeAlias = "Mapping[str, Any] | str | PathLike[str] | Callable[[], Awaitable[None]]"
 """Where new weights come from: a state dict, a directory, or a callable that moves them itself."""
 
@@ -156,7 +172,8 @@ class InferenceController(Protocol):
     """The policy's server, or several. An async context manager that the engine enters and leaves.
 
     The engine calls `generate` many times at once, and everything else one at a time. It closes its gate before it
-    calls `abort`, `pause` or `update_weights`, so no new request comes in between.
+    calls `abort`, `pause` or `update_weights`, so no new request comes in between. Only `health` may be called at any
+    time.
     """
 
     async def __aenter__(self) -> Any:
@@ -231,6 +248,17 @@ class InferenceController(Protocol):
 
     async def version(self) -> int | None:
         """Returns the weight version that the server itself reports; `None` if it keeps none."""
+        ...
+
+    async def health(self) -> Health:
+        """Asks the server whether it works, and how much it has to do.
+
+        The engine does not ask, a pool does; also while another call runs, in a pause, and while memory is released.
+
+        Raises:
+            InferenceError: It does not work, or can't be reached. Without an answer this call waits; whoever asks has a
+                deadline.
+        """
         ...
 
     async def release(self, tags: Collection[ReleaseTag]) -> None:

@@ -9,12 +9,12 @@ from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
-from anyio import Event, current_time, move_on_after, sleep, sleep_forever
+from anyio import CancelScope, Event, current_time, move_on_after, sleep, sleep_forever
 from anyio.lowlevel import checkpoint
 from attrs import field, frozen
 
 from rollnest._attempt import Attempt
-from rollnest.abc import Capabilities, PauseMode, ReleaseTag, SamplingField, WeightSource
+from rollnest.abc import Capabilities, Health, PauseMode, ReleaseTag, SamplingField, WeightSource
 from rollnest.errors import InferenceError, WeightsState, WeightUpdateFailed
 
 __all__ = ["Reply", "Script", "ScriptedController", "Stall", "expected_logprob", "expected_token"]
@@ -106,6 +106,7 @@ class ScriptedController:
         sampled: Tokens made, kept or not.
         weights: What the last update brought.
         refused: Calls that came while what they need was released; must stay empty.
+        load: What `health` says of its load; `None` is what it has.
     """
 
     def __init__(
@@ -158,7 +159,9 @@ class ScriptedController:
         self.sampled: int = 0
         self.weights: WeightSource | None = None
         self.refused: list[str] = []
+        self.load: Health | None = None
         self._stall: Stall | None = None
+        self._down: Literal["refused", "silent"] | None = None
 
     # InferenceController
 
@@ -186,15 +189,19 @@ class ScriptedController:
 
     async def generate(self, attempt: Attempt) -> None:
         """Plays the script."""
-        if not self._entered:
-            raise InferenceError("the scripted server is not open", maybe_executed=False)
+        self._check_entered()
+        if self._down is not None:
+            await self._reach()
         self._refuse_released("generate")
         self.log.append(("generate", attempt.id))
         self.prompts.append(attempt.prompt_ids.tolist())
         answering = _Answering(attempt)
         self.open[attempt.id] = answering
         try:
-            await self._answer(answering)
+            with answering.connection:
+                await self._answer(answering)
+            if answering.connection.cancelled_caught:
+                await self._reach(reset=True)
             await checkpoint()  # like closing a connection: a checkpoint after the result
         finally:
             del self.open[attempt.id]
@@ -202,6 +209,7 @@ class ScriptedController:
     async def abort(self, ids: Collection[str] | None) -> None:
         """Ends turns early, with the share of the answer that was due."""
         self.log.append(("abort", None if ids is None else tuple(ids)))
+        await self._reach()
         self._refuse_released("abort")
         await checkpoint()
         if self._abort_delay:
@@ -213,6 +221,7 @@ class ScriptedController:
     async def pause(self, mode: PauseMode) -> None:
         """Stops making tokens. With `KEEP` answers stand still where they are, and go on after `resume`."""
         self.log.append(("pause", mode))
+        await self._reach()
         self._refuse_released("pause")
         if self._pause_hangs:
             await sleep_forever()
@@ -232,6 +241,7 @@ class ScriptedController:
         """Makes tokens again."""
         self.log.append(("resume",))
         await checkpoint()
+        await self._reach()
         self._refuse_released("resume")
         if self._resume_failures:
             self._resume_failures -= 1
@@ -242,6 +252,7 @@ class ScriptedController:
         """Takes a new version."""
         self.log.append(("update_weights", version))
         await checkpoint()
+        await self._reach()
         self._refuse_released("update_weights", but="kv")
         if not self._paused:
             raise WeightUpdateFailed(
@@ -259,13 +270,22 @@ class ScriptedController:
     async def version(self) -> int | None:
         """The version it has."""
         await checkpoint()
+        await self._reach()
         self._refuse_released("version", but="kv")
         return self._version
+
+    async def health(self) -> Health:
+        """Works unless it was left or has crashed; `load` says how busy it is."""
+        self._check_entered()
+        await checkpoint()
+        await self._reach()
+        return self.load or Health(running=len(self.open), waiting=0)
 
     async def release(self, tags: Collection[ReleaseTag]) -> None:
         """Refuses every call that needs what is released, until `reload`; with the weights, that is every call."""
         self.log.append(("release", tuple(tags)))
         await checkpoint()
+        await self._reach()
         if not self._paused or self.open:
             raise InferenceError("memory can only be released while paused, with nothing in flight")
         self._released.update(tags)
@@ -274,6 +294,7 @@ class ScriptedController:
         """Takes back what was released."""
         self.log.append(("reload", tuple(tags)))
         await checkpoint()
+        await self._reach()
         self._released.difference_update(tags)
 
     @contextmanager
@@ -288,7 +309,39 @@ class ScriptedController:
             for answering in self.open.values():
                 answering.woken.set()
 
+    def crash(self, *, silent: bool = False) -> None:
+        """The server dies. Requests in flight fail, what was committed stays, and calls find nobody, until `restart`.
+
+        Args:
+            silent: Nobody says so: requests and calls get no answer at all.
+        """
+        self.log.append(("crash",))
+        self._down = "silent" if silent else "refused"
+        self._paused = self._keeping = False
+        self._released.clear()
+        for answering in self.open.values():
+            answering.connection.cancel()
+
+    def restart(self, *, version: int = 0) -> None:
+        """A crashed server is there again, with weights of a version, and knows of nothing."""
+        self.log.append(("restart", version))
+        self._down = None
+        self._version = version
+
     # How it plays
+
+    def _check_entered(self) -> None:
+        if not self._entered:
+            raise InferenceError("the scripted server is not open", maybe_executed=False)
+
+    async def _reach(self, *, reset: bool = False) -> None:
+        """Fails, or never returns, if the server has crashed."""
+        if self._down == "silent":
+            await sleep_forever()
+        if reset:
+            raise InferenceError("the connection was reset", retryable=True)
+        if self._down:
+            raise InferenceError("connection refused", retryable=True, maybe_executed=False)
 
     def _refuse_released(self, call: str, *, but: ReleaseTag | None = None) -> None:
         missing = self._released - {but}
@@ -455,6 +508,7 @@ class _Answering:
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
+        self.connection = CancelScope()
         self.woken = Event()
         self.aborted = False
         self.admitted = False
