@@ -84,9 +84,11 @@ LAYERS: list[list[str]] = [
         "testing._check_loop",
         "testing._clock",
         "testing._conserved",
+        "testing._loopback",
         "testing._recording",
         "testing._scripted",
         "testing._steps",
+        "testing.servers",
         "testing.strategies",
     ],
 ]
@@ -97,6 +99,7 @@ THIRD_PARTY = {"anyio", "attrs", "cattrs"}
 KIT_MAY_IMPORT = {
     "testing.strategies": {"hypothesis"},
     "testing._clock": {"trio"},
+    "testing._loopback": {"h11"},
     "testing._steps": {"trio"},
 }
 
@@ -245,6 +248,9 @@ def test_importing_the_engine_loads_nothing_heavy(module: str) -> None:
     assert done.stdout.split() == []
 
 
-def test_the_kit_is_imported_without_hypothesis() -> None:
-    code = "import sys; sys.modules['hypothesis'] = None; import rollnest.testing"
+def test_the_kit_is_imported_without_hypothesis_and_http() -> None:
+    code = (
+        "import sys; sys.modules.update(hypothesis=None, h11=None, httpx2=None, msgspec=None); "
+        "import rollnest.testing"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
