@@ -142,8 +142,7 @@ BOUNDS: Mapping[str, int] = {
     "Response._ids": 64,
     "Response._logprobs": 64,
     "Response._origin": 64,
-    "Response._run_stops": 64,
-    "Response._run_versions": 64,
+    "Response._runs": 128,
     # What anyio, asyncio and trio keep for each task, scope and waiter.
     "event loop": 2 * LIVE * GROUP,
 }

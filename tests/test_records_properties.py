@@ -365,7 +365,7 @@ def test_a_token_costs_nine_bytes_and_a_run_eight() -> None:
     response = Response()
     for v in range(10):
         response.append_policy([5] * 1000, [-1.0] * 1000, v)
-    packed = (response._ids, response._logprobs, response._run_stops, response._run_versions)
+    packed = (response._ids, response._logprobs, response._runs)
     size = sum(len(column) * column.itemsize for column in packed) + len(response._origin)
     assert size == 9 * 10_000 + 8 * 10
 
@@ -805,20 +805,20 @@ def test_a_good_sample_passes() -> None:
         ("I1", {"_ids": array("i", [5, 6])}),
         ("I1", {"_logprobs": array("f", [-1, -2])}),
         ("I1", {"_origin": bytearray([1, 1])}),
-        ("I1", {"_run_stops": array("i", [2, 4])}),
+        ("I1", {"_runs": array("i", [2, 1, 4, -1])}),
         ("I1", {"_ids": array("i", [5, -6, 40])}),
         ("I2", {"_logprobs": array("f", [-1, -2, -0.5])}),
         ("I2", {"_origin": bytearray([1, 1, 1])}),
         ("I2", {"_origin": bytearray([1, 0, 0])}),
         ("I2", {"_origin": bytearray([1, 2, 0])}),
-        ("I2", {"_run_versions": array("i", [-1, -1])}),
-        ("I2", {"_run_versions": array("i", [1, 1])}),
+        ("I2", {"_runs": array("i", [2, -1, 3, -1])}),
+        ("I2", {"_runs": array("i", [2, 1, 3, 1])}),
         ("I3", {"_logprobs": array("f", [-1, math.nan, 0])}),
         ("I3", {"_logprobs": array("f", [-math.inf, -1, 0])}),
         ("I3", {"_logprobs": array("f", [-1, 0.01, 0])}),
         (
             "I3",
-            {"_run_stops": array("i", [1, 2, 3]), "_run_versions": array("i", [2, 1, -1])},
+            {"_runs": array("i", [1, 2, 2, 1, 3, -1])},
         ),
     ],
     ids=str,

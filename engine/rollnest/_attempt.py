@@ -209,8 +209,7 @@ class Attempt:
                     raise ValueError(
                         f"tokens without a version, but the weights have changed since version {versions}"
                     )
-            checked = Response()
-            checked.append_policy(ids, logprobs, versions)
+            checked = Response.sampled(ids, logprobs, versions)
             column = checked.packed_ids
             if self._vocab_size is not None and column and max(column) >= self._vocab_size:
                 at = next(i for i, v in enumerate(column) if v >= self._vocab_size)

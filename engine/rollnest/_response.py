@@ -10,9 +10,9 @@ Invariants: I1 (one length), I2 (context has no version and logprob 0.0), I3 (po
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterable, Sequence
+from math import isfinite
 
 __all__ = ["CONTEXT_VERSION", "LOGPROB_ROUNDING", "Response", "token_column"]
 
@@ -41,8 +41,7 @@ class Response:
         "_logprobs",
         "_origin",
         "_policy_tokens",
-        "_run_stops",
-        "_run_versions",
+        "_runs",
         "_sealed",
     )
 
@@ -51,10 +50,57 @@ class Response:
         self._logprobs = array("f")
         self._origin = bytearray()
         self._policy_tokens = 0
-        self._run_stops = array("i")
-        self._run_versions = array("i")
+        self._runs = array("i")  # of each run of one version: where it stops, and the version
         self._last_version = 0
         self._sealed = False
+
+    @classmethod
+    def sampled(
+        cls, ids: Iterable[int], logprobs: Iterable[float], versions: int | Sequence[int]
+    ) -> Response:
+        """Returns a response of tokens that the policy sampled, which may still grow.
+
+        Args:
+            ids: Token ids, >= 0.
+            logprobs: One logprob for each id, in nats, of the distribution it was sampled from.
+            versions: Weight version of all of them, or one for each; never below an earlier one.
+
+        Raises:
+            ValueError: A rule is broken.
+            TypeError: Something is no number.
+        """
+        new_ids = token_column(ids)
+        new_logprobs = array("f", logprobs)
+        count = len(new_ids)
+        if count != len(new_logprobs):
+            raise ValueError(f"{count} ids but {len(new_logprobs)} logprobs")
+        if not count:
+            return cls()
+        # One pass in C each: a NaN or an infinity survives into the sum, a value above zero into the maximum.
+        if not isfinite(sum(new_logprobs)) or max(new_logprobs) > LOGPROB_ROUNDING:
+            at = next(
+                i for i, v in enumerate(new_logprobs) if not isfinite(v) or v > LOGPROB_ROUNDING
+            )
+            raise ValueError(f"logprobs[{at}] must be finite and <= 0, got {new_logprobs[at]}")
+        response = cls.__new__(cls)  # without columns, which would only be replaced
+        response._ids = new_ids
+        response._logprobs = new_logprobs
+        response._origin = bytearray(_POLICY * count)
+        response._policy_tokens = count
+        if isinstance(versions, int):
+            _check_version(versions, 0)
+            response._runs = array("i", (count, versions))
+            response._last_version = versions
+        else:
+            if len(versions) != count:
+                raise ValueError(f"{count} ids but {len(versions)} versions")
+            response._runs = array("i")
+            response._last_version = 0
+            for length, version in _runs_of(versions):
+                _check_version(version, response._last_version)
+                response._extend_run(length, version)
+        response._sealed = False
+        return response
 
     # Reading
 
@@ -96,26 +142,26 @@ class Response:
     def versions(self) -> memoryview[int]:
         """Weight version that sampled each token, int32; `CONTEXT_VERSION` (-1) for context tokens."""
         column = array("i")
-        start = 0
-        for stop, version in zip(self._run_stops, self._run_versions, strict=True):
+        for version, start, stop in self.version_runs:
             column.extend(array("i", (version,)) * (stop - start))
-            start = stop
         return memoryview(column).toreadonly()
 
     @property
     def version_runs(self) -> tuple[tuple[int, int, int], ...]:
         """Runs of one version, in order, as `(version, start, stop)`; context has `CONTEXT_VERSION`."""
-        starts = [0, *self._run_stops][: len(self._run_stops)]
-        return tuple(zip(self._run_versions, starts, self._run_stops, strict=True))
+        stops = self._runs[::2]
+        return tuple(zip(self._runs[1::2], (0, *stops), stops, strict=False))
 
     @property
     def oldest_version(self) -> int | None:
         """The lowest version among the policy's tokens; `None` without any."""
         # Versions never decrease, so the first policy run is the oldest; it is among the first two runs.
-        for version in self._run_versions[:2]:
-            if version != CONTEXT_VERSION:
-                return version
-        return None
+        runs = self._runs
+        if not runs:
+            return None
+        if runs[1] != CONTEXT_VERSION:
+            return runs[1]
+        return runs[3] if len(runs) > 2 else None
 
     @property
     def newest_version(self) -> int | None:
@@ -165,8 +211,7 @@ class Response:
             self._ids == other._ids
             and self._logprobs == other._logprobs
             and self._origin == other._origin
-            and self._run_stops == other._run_stops
-            and self._run_versions == other._run_versions
+            and self._runs == other._runs
         )
 
     def __hash__(self) -> int:
@@ -197,46 +242,7 @@ class Response:
             ValueError: A rule is broken; the response is unchanged.
             TypeError: Something is no number, or the response is sealed; the response is unchanged.
         """
-        new_ids = token_column(ids)
-        new_logprobs = array("f", logprobs)
-        count = len(new_ids)
-        if count != len(new_logprobs):
-            raise ValueError(f"{count} ids but {len(new_logprobs)} logprobs")
-        if not count:
-            return
-        # One pass in C each: a NaN or an infinity survives into the sum, a value above zero into the maximum.
-        if not math.isfinite(sum(new_logprobs)) or max(new_logprobs) > LOGPROB_ROUNDING:
-            at = next(
-                i
-                for i, v in enumerate(new_logprobs)
-                if not math.isfinite(v) or v > LOGPROB_ROUNDING
-            )
-            raise ValueError(f"logprobs[{at}] must be finite and <= 0, got {new_logprobs[at]}")
-        runs: Sequence[tuple[int, int]]
-        if isinstance(versions, int):
-            runs = ((count, versions),)
-        else:
-            if len(versions) != count:
-                raise ValueError(f"{count} ids but {len(versions)} versions")
-            runs = _runs(versions)
-        last = self._last_version
-        for _, version in runs:
-            if version < last:
-                raise ValueError(f"versions never decrease: {version} after {last}")
-            if version >= 2**31:
-                raise ValueError(f"a version must fit 32 bits, got {version}")
-            last = version
-        self._check_open()
-        if self._origin:
-            self._ids.extend(new_ids)
-            self._logprobs.extend(new_logprobs)
-            self._origin.extend(_POLICY * count)
-        else:  # what most responses are made of: one answer
-            self._ids, self._logprobs = new_ids, new_logprobs
-            self._origin = bytearray(_POLICY) * count
-        self._policy_tokens += count
-        for length, version in runs:
-            self._extend_run(length, version)
+        self.extend(Response.sampled(ids, logprobs, versions))
 
     def append_context(self, ids: Iterable[int]) -> None:
         """Appends tokens that the policy did not sample: tool results, environment text, chat headers.
@@ -264,18 +270,15 @@ class Response:
             TypeError: This response is sealed.
         """
         oldest = other.oldest_version
-        if oldest is not None and oldest < self._last_version:
-            raise ValueError(f"versions never decrease: {oldest} after {self._last_version}")
+        if oldest is not None:
+            _check_version(oldest, self._last_version)
         self._check_open()
         self._ids.extend(other._ids)
         self._logprobs.extend(other._logprobs)
         self._origin.extend(other._origin)
         self._policy_tokens += other._policy_tokens
-        start = 0
-        runs = zip(tuple(other._run_versions), tuple(other._run_stops), strict=True)
-        for version, stop in runs:  # copies: a response may be extended by itself
+        for version, start, stop in other.version_runs:  # a copy: it may be extended by itself
             self._extend_run(stop - start, version)
-            start = stop
 
     def seal(self) -> Response:
         """Ends the growing, and returns the response; views are without a copy from now on."""
@@ -291,12 +294,13 @@ class Response:
             raise TypeError("the response is sealed: its sample has ended")
 
     def _extend_run(self, length: int, version: int) -> None:
-        stop = (self._run_stops[-1] if self._run_stops else 0) + length
-        if self._run_versions and self._run_versions[-1] == version:
-            self._run_stops[-1] = stop
+        runs = self._runs
+        if not runs:
+            runs.extend((length, version))
+        elif runs[-1] == version:
+            runs[-2] += length
         else:
-            self._run_stops.append(stop)
-            self._run_versions.append(version)
+            runs.extend((runs[-2] + length, version))
         if version != CONTEXT_VERSION:
             self._last_version = version
 
@@ -334,7 +338,14 @@ def _view(column: array[int] | array[float], sealed: bool) -> memoryview[int]:
     return memoryview(column if sealed else column[:]).toreadonly()
 
 
-def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
+def _check_version(version: int, last: int) -> None:
+    if version < last:
+        raise ValueError(f"versions never decrease: {version} after {last}")
+    if version >= 2**31:
+        raise ValueError(f"a version must fit 32 bits, got {version}")
+
+
+def _runs_of(versions: Sequence[int]) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     for version in versions:
         if version < 0:
