@@ -213,7 +213,7 @@ def journal(*contexts: RecordedContext, calls: tuple[RecordedCall, ...] = ()) ->
 
 
 def opened(replay: Replay, prompt: int) -> ContextReplay:
-    found = replay.open(array("i", [prompt]))
+    found = replay.open(memoryview(array("i", [prompt])))
     assert found is not None
     return found
 
@@ -228,7 +228,7 @@ def test_a_loop_that_asks_the_same_is_given_the_same() -> None:
     assert replay.unopened_tokens == replay.pending_tokens == 5
     assert replay.unopened_length == 6
     again, live = opened(replay, 1), Response()
-    assert replay.open(array("i", [1])) is None
+    assert replay.open(memoryview(array("i", [1]))) is None
     first = again.next_turn(live, AS_THE_TASK)
     assert first is not None
     live.extend(TWO_TURNS[:2])

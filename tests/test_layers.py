@@ -50,6 +50,7 @@ LAYERS: list[list[str]] = [
         "_outage",
         "_process_worker",
         "_processes",
+        "_scopes",
         "_slots",
         "_stall",
         "_stray",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Literal, TypeAlias
 
 from anyio.lowlevel import checkpoint
@@ -17,7 +16,7 @@ from attrs import evolve, frozen
 
 from ._attempt import Attempt, FinishReason, TokenCounters
 from ._continuation import attempt_seed, tokens_through_stop
-from ._gate import Gate, OverLimit
+from ._gate import Gate, Limit, OverLimit
 from ._instruments import Instruments
 from ._journal import AS_THE_TASK, ContextReplay, Journal, Replay, Request
 from ._options import Limits, Sampling
@@ -34,6 +33,7 @@ from .errors import DataError, InferenceError, LoopError, UnsupportedSampling, d
 __all__ = ["Context", "RolloutCore", "RolloutServices", "freeze_context"]
 
 _NOTHING = Response().seal()
+_STOP, _LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 _Outcome: TypeAlias = 'Literal["stop", "length", "timeout"]'
 
@@ -60,6 +60,7 @@ class RolloutServices:
     check: Callable[[Sampling, Capabilities], None]
     stop_token_ids: frozenset[int]
     seed: int
+    newest_version: Callable[[], int]
 
 
 class RolloutCore:
@@ -136,15 +137,16 @@ class RolloutCore:
         tools: Sequence[Message] | None = None,
     ) -> Context:
         """Opens a context; with the messages its prompt was rendered from, if it was."""
-        return self.open_checked(self.checked(prompt_ids), messages, tools)
+        view = memoryview(self.checked(prompt_ids)).toreadonly()
+        return self.open_checked(view, messages, tools)
 
     def open_checked(
         self,
-        prompt_ids: array[int],
+        prompt_ids: memoryview[int],
         messages: Sequence[Message] | None = None,
         tools: Sequence[Message] | None = None,
     ) -> Context:
-        """Opens a context of ids that are packed and checked; the array is shared, and never changed."""
+        """Opens a context of ids that are packed and checked; the view is shared."""
         context = Context(self, prompt_ids, len(self.contexts), messages, tools)
         self.contexts.append(context)
         if self.replay is not None:
@@ -179,7 +181,7 @@ class RolloutCore:
         for context in self.contexts:
             _take_over(context)
         for recorded in replay.contexts:
-            context = Context(self, array("i", recorded.prompt_ids), len(self.contexts), None, None)
+            context = Context(self, recorded.prompt_ids, len(self.contexts), None, None)
             self.contexts.append(context)
             _give_record(context, recorded)
             _take_over(context)
@@ -232,7 +234,7 @@ class Context:
     def __init__(
         self,
         core: RolloutCore,
-        prompt_ids: array[int],
+        prompt_ids: memoryview[int],
         index: int,
         messages: Sequence[Message] | None,
         tools: Sequence[Message] | None,
@@ -247,9 +249,8 @@ class Context:
         self._begun = 0  # where the turn that is running began
         self._reserved = 0  # how far the turn that is running may take the response
         self._running: Attempt | None = None
-        self._request: tuple[
-            Sampling, int, int
-        ]  # of the attempt: its sampling, where its turn starts, its cap
+        # Of the attempt: its sampling, where its turn starts, its cap.
+        self._request: tuple[Sampling, int, int]
         self._since = 0.0  # when the turn began to wait for the gate, or went through
         self._mark = 0  # requests that had failed in all when the last attempt was sent
         self._tries = 0  # requests of the turn that is running
@@ -306,14 +307,16 @@ class Context:
         if services.max_response_tokens is not None:
             used = sum(context.spoken_for for context in self._core.contexts)
             room = min(room, services.max_response_tokens - used)
-        return max(0, room)
+        return room if room > 0 else 0
 
     @property
     def _room(self) -> int:
         """`remaining`, without what other contexts have not been given again yet."""
         core, room = self._core, self.remaining
+        if core.replay is None:
+            return room
         most = core.services.max_response_tokens
-        if core.replay is None or most is None:
+        if most is None:
             return room
         others = sum([context._promised for context in core.contexts if context is not self])
         own = len(self._response)
@@ -343,6 +346,7 @@ class Context:
         Cancellation: what was received stays in the response.
         """
         core = self._core
+        services = core.services
         if self._busy:
             raise LoopError("two generate() at once on one context; open another with segment()")
         if core.ended:
@@ -350,23 +354,23 @@ class Context:
             raise LoopError(f"generate() on rollout {core.uid}, which has ended: {why}")
         if max_tokens is not None and max_tokens < 1:
             raise LoopError(f"max_tokens must be >= 1, got {max_tokens}")
-        if len(self._prompt_ids) >= core.services.max_context:
+        if len(self._prompt_ids) >= services.max_context:
             raise DataError(
                 f"prompt {core.prompt.uid!r} has {len(self._prompt_ids)} tokens and leaves no room in a "
-                f"context of {core.services.max_context}"
+                f"context of {services.max_context}"
             )
         request = AS_THE_TASK
         if sampling is not None or max_tokens is not None:
             request = Request(sampling, max_tokens)
         if sampling is None:
-            sampling = core.services.sampling
+            sampling = services.sampling
         else:
-            core.services.check(sampling, core.services.capabilities)
+            services.check(sampling, services.capabilities)
         start = len(self._response)
         cap = min(max_tokens or sampling.max_tokens, self._room)
         number = None
         self._busy = True
-        self._since = core.services.gate.clock()
+        self._since = services.gate.clock()
         self._begun = start
         self._reserved = start + cap
         self._tries = 0
@@ -384,11 +388,11 @@ class Context:
                     if recorded.turn.finish_reason != "abort":
                         done = turn = self._give_again(recorded.turn)
                         return turn
-                    if core.services.partial:
+                    if services.partial:
                         self._extend(self._record.response[start : recorded.turn.stop])
                     else:
                         self._record.discard(recorded)
-                        core.services.counters.restarted_turns += 1
+                        services.counters.restarted_turns += 1
                     self._tries = recorded.turn.attempts
             if number is None:
                 number = core.begun
@@ -397,10 +401,9 @@ class Context:
             return turn
         finally:
             self._busy = False
-            core.since = core.services.gate.ended()
+            core.since = services.gate.ended()
             self._reserved = 0
-            end = len(self._response)
-            if done is None and end > start:
+            if done is None and (end := len(self._response)) > start:
                 # The loop's own timeout, or a failure after a partial: what is in the response is in a turn.
                 outcome, tries = self._outcome, max(self._tries, 1)
                 done = Turn(
@@ -482,12 +485,12 @@ class Context:
         response = self._response[: self._begun] if self._busy else self._response[:]
         if trim:
             response = response.without_trailing_context()
-        return Segment(memoryview(self._prompt_ids).toreadonly(), response)
+        return Segment(self._prompt_ids, response)
 
     def _freeze(self, *, trim: bool) -> Segment:
         """Ends the context; see `freeze_context`."""
         response = self._response.without_trailing_context() if trim else self._response.seal()
-        return Segment(memoryview(self._prompt_ids).toreadonly(), response)
+        return Segment(self._prompt_ids, response)
 
     def _take_over(self) -> None:
         """Takes over the turns that it has not been given again."""
@@ -522,59 +525,54 @@ class Context:
 
     async def _run_turn(self, sampling: Sampling, start: int, cap: int) -> Turn:
         services = self._core.services
-        limit = services.gate.limit(services.limits.turn)
+        gate, outage = services.gate, services.outage
+        seconds = services.limits.turn
+        limit = None if seconds is None else Limit(gate, seconds)
         reason: _Outcome | None = None
         retries: Retries | None = None
-        resumed = 0
+        resumed = False
+        got = 0
         if cap <= 0:
             self._core.cut = True
             await checkpoint()
         while reason is None:
-            got = len(self._response) - start
+            before = got = len(self._response) - start
             if got >= cap:
                 reason = "length"
                 break
-            resumed = resumed or got
-            epoch = services.gate.epoch
+            resumed = resumed or got > 0
+            epoch = gate.epoch
             attempt, error = await self._run_attempt(sampling, start, cap - got, limit)
             reason = self._outcome
-            if reason is None:
-                self._since = services.gate.clock()
-            gained = len(self._response) - start > got
-            if gained:
-                services.outage.good = attempt
-                if services.outage.failures and error is None:
-                    services.outage.worked(self._mark)
+            got = len(self._response) - start
+            if got > before:
+                outage.good = attempt
+                if outage.failures and error is None:
+                    outage.worked(self._mark)
                     retries = None
             elif error is None and reason is None:
                 error = InferenceError("the server aborted unasked and without a token to keep")
-            if reason is not None or error is None:
-                continue
-            if services.gate.closed or services.gate.epoch != epoch:
+            if reason is not None:
+                break
+            self._since = gate.clock()
+            if error is None or gate.closed or gate.epoch != epoch:
                 continue  # whatever it says, it was asked to stop
             if retries is None:
-                retries = Retries(services.outage, f"{services.task}/{self._core.prompt.uid}")
-            await retries.again(error, attempt, gained=gained)
+                retries = Retries(outage, f"{services.task}/{self._core.prompt.uid}")
+            await retries.again(error, attempt, gained=got > before)
             services.counters.retries += 1
-        if self._tries and start == len(self._response):
+        if not got and self._tries:
             raise InferenceError("the server's answer is unusable: it ended without a single token")
         if resumed:
             services.counters.resumed_turns += 1
+        response, stop = self._response, start + got
         text: str | None = None
         if services.tokenizer is not None:
-            text = services.tokenizer.decode(self._response.packed_ids[start:].tolist())
-        return Turn(
-            reason,
-            text,
-            self._index,
-            start,
-            len(self._response),
-            self._tries,
-            self._response,
-        )
+            text = services.tokenizer.decode(response.packed_ids[start:].tolist())
+        return Turn(reason, text, self._index, start, stop, self._tries, response)
 
     async def _run_attempt(
-        self, sampling: Sampling, start: int, cap: int, limit: AbstractContextManager[None]
+        self, sampling: Sampling, start: int, cap: int, limit: Limit | None
     ) -> tuple[Attempt, InferenceError | None]:
         """Runs one request and keeps what it brought, and whether the turn has ended with it.
 
@@ -631,23 +629,36 @@ class Context:
 
     def _begin_attempt(self) -> Attempt:
         """Makes the attempt, once the gate is passed."""
-        core, services = self._core, self._core.services
-        core.attempts += 1
-        self._running = attempt = self._attempt(*self._request, core.attempts)
+        core = self._core
+        services = core.services
+        gate = services.gate
+        sampling, start, cap = self._request
+        core.attempts = number = core.attempts + 1
+        if sampling.seed is not None or sampling.min_tokens:
+            sampling = self._of_attempt(sampling, start, cap, number)
+        prompt_ids = self._prompt_ids
+        if self._response:
+            whole = array("i", prompt_ids.tobytes())
+            whole.extend(self._response.packed_ids)
+            prompt_ids = memoryview(whole).toreadonly()
+        self._running = attempt = Attempt(
+            prompt_ids,
+            max_tokens=cap,
+            sampling=sampling,
+            affinity=core.uid,
+            version=gate.version,
+            vocab_size=services.capabilities.vocab_size,
+            counters=services.counters,
+            newest_version=services.newest_version,
+        )
         self._tries += 1
-        self._since = services.gate.clock()
+        self._since = gate.clock()
         self._mark = services.outage.failures
         services.instruments.tell("turn_started", attempt)
         return attempt
 
-    def _failure(self, error: Exception) -> InferenceError:
-        """What a request failed with, as the controller's error."""
-        if isinstance(error, InferenceError):
-            return error
-        message = f"the controller raised {describe(error)}"
-        return InferenceError(message, retryable=isinstance(error, ConnectionError))
-
-    def _attempt(self, sampling: Sampling, start: int, cap: int, number: int) -> Attempt:
+    def _of_attempt(self, sampling: Sampling, start: int, cap: int, number: int) -> Sampling:
+        """The sampling of one attempt: with a seed of its own, and what remains of `min_tokens`."""
         services = self._core.services
         if sampling.seed is not None:
             base = services.seed if sampling.seed == "derived" else sampling.seed
@@ -656,19 +667,14 @@ class Context:
             got = len(self._response) - start
             least = min(max(0, sampling.min_tokens - got), cap)
             sampling = evolve(sampling, min_tokens=least)
-        before = (
-            self._prompt_ids + self._response.packed_ids if self._response else self._prompt_ids
-        )
-        return Attempt(
-            memoryview(before).toreadonly(),
-            max_tokens=cap,
-            sampling=sampling,
-            affinity=self._core.uid,
-            version=services.gate.version,
-            vocab_size=services.capabilities.vocab_size,
-            counters=services.counters,
-            newest_version=lambda: services.gate.version,
-        )
+        return sampling
+
+    def _failure(self, error: Exception) -> InferenceError:
+        """What a request failed with, as the controller's error."""
+        if isinstance(error, InferenceError):
+            return error
+        message = f"the controller raised {describe(error)}"
+        return InferenceError(message, retryable=isinstance(error, ConnectionError))
 
     def _keep(self, attempt: Attempt, sampling: Sampling, start: int, usable: bool) -> bool:
         """Moves what an attempt received into the response; synchronous, so no cancellation can lose it."""
@@ -713,17 +719,16 @@ class Context:
         self, attempt: Attempt, sampling: Sampling, start: int
     ) -> Literal["stop", "length"] | None:
         """Why the turn has ended; `None` if it goes on from a partial."""
-        match attempt.finish_reason:
-            case FinishReason.STOP:
-                return "stop"
-            case FinishReason.LENGTH:
-                return "length"
-            case _:
-                got = len(self._response) - start
-                if not got or got < sampling.min_tokens:
-                    return None
-                stops = self._core.services.stop_token_ids.union(sampling.stop_token_ids)
-                return "stop" if self._response.last_id in stops else None
+        reason = attempt.finish_reason
+        if reason is _STOP:
+            return "stop"
+        if reason is _LENGTH:
+            return "length"
+        got = len(self._response) - start
+        if not got or got < sampling.min_tokens:
+            return None
+        stops = self._core.services.stop_token_ids.union(sampling.stop_token_ids)
+        return "stop" if self._response.last_id in stops else None
 
     def __repr__(self) -> str:
         return f"<Context {self._index} of {self._core.uid}: {len(self._prompt_ids)} prompt tokens, {self._response!r}>"

@@ -62,6 +62,7 @@ from ._processes import Processes
 from ._producer import Producer
 from ._records import Batch, EvalResult
 from ._sampler import Sampler
+from ._scopes import loop_scopes
 from ._slots import Call, Slots
 from ._source import SourceSampler
 from ._stall import StallWatch
@@ -751,6 +752,7 @@ class Engine:
             version=self._first_version,
             slots=Slots(self._capacity.turns),
             clock=clock,
+            new_scope=loop_scopes(),
             awaits_weights=awaits_weights,
         )
         outage = Outage(gate, self._instruments, self._outage)
@@ -824,6 +826,7 @@ class Engine:
                 check=check_training,
                 stop_token_ids=stop_token_ids,
                 seed=self._seed,
+                newest_version=gate.newest_version,
             )
             producers[spec.name] = Producer(
                 spec,

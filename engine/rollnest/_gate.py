@@ -65,6 +65,7 @@ class Gate:
         version: int,
         slots: Slots,
         clock: Callable[[], float] = current_time,
+        new_scope: Callable[[], CancelScope] = CancelScope,
         awaits_weights: bool = False,
     ) -> None:
         self.version: int = version
@@ -79,6 +80,7 @@ class Gate:
         self.slots = slots
         self.last_end: float = clock()
         self.on_end: Callable[[], None] | None = None
+        self._new_scope = new_scope
         self._opened = Event()
         self._in_flight: dict[Attempt, CancelScope] = {}
         self._until_quiet: CancelScope | None = None
@@ -91,6 +93,10 @@ class Gate:
             told, self.on_end = self.on_end, None
             told()
         return now
+
+    def newest_version(self) -> int:
+        """The policy's weight version, to be asked for later."""
+        return self.version
 
     @property
     def turns(self) -> int:
@@ -189,7 +195,7 @@ class Gate:
         has_slot = self.slots.take()
         try:
             attempt = build()
-            scope = CancelScope()
+            scope = self._new_scope()
             self._in_flight[attempt] = scope
             try:
                 with scope:
@@ -205,14 +211,14 @@ class Gate:
         self,
         build: Callable[[], Attempt],
         generate: Callable[[Attempt], Awaitable[None]],
-        limit: AbstractContextManager[None],
+        limit: Limit | None,
     ) -> Attempt:
         """Waits until the policy may be used, then runs one attempt.
 
         Args:
             build: Makes the attempt, synchronously, once the gate is passed.
             generate: Runs it.
-            limit: Entered around `generate` only, so that waiting costs a turn nothing.
+            limit: Entered around `generate` only, so that waiting costs a turn nothing; `None` is no limit.
 
         Returns:
             The attempt, finished; or cut by `cut`, then without a finish reason.
@@ -223,27 +229,32 @@ class Gate:
             InferenceError: The controller returned without finishing the attempt; or what it raised.
             OverLimit: The limit is over.
         """
+        slots = self.slots
         while True:
             if self.shut:
                 await self.wait_open()
-            if not self.slots.take():
-                await self.slots.acquire()
+            if not slots.take():
+                await slots.acquire()
             try:
                 if self.shut:  # a pause or an outage began while this turn waited for its slot
                     continue
                 attempt = build()
-                scope = CancelScope()
+                scope = self._new_scope()
                 self._in_flight[attempt] = scope
                 try:
-                    with limit, scope:
-                        await generate(attempt)
+                    if limit is None:
+                        with scope:
+                            await generate(attempt)
+                    else:
+                        with limit, scope:
+                            await generate(attempt)
                 finally:
                     self._end(attempt)
                 if attempt.finish_reason is None and not scope.cancel_called:
                     raise InferenceError("the controller returned without finishing the attempt")
                 return attempt
             finally:
-                self.slots.release()
+                slots.release()
 
     def _end(self, attempt: Attempt) -> None:
         attempt.close()

@@ -16,7 +16,6 @@ that is compared token by token.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
@@ -377,7 +376,7 @@ class Replay:
             context.turns for context in (*self.contexts, *self._opened)
         )
 
-    def open(self, prompt_ids: array[int]) -> ContextReplay | None:
+    def open(self, prompt_ids: memoryview[int]) -> ContextReplay | None:
         """Takes the record of a context that the loop opens with these ids; `None` if there is none."""
         for at, context in enumerate(self.contexts):
             if context.prompt_ids == prompt_ids:

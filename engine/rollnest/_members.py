@@ -51,6 +51,7 @@ REDUNDANT = "redundant"
 RETRIED = "retried"
 """Why a member left that failed, and for which another one was begun."""
 
+_NO_IDS = memoryview(array("i")).toreadonly()
 _GROUP = -1  # in the place of an index: the members' common judgement
 
 
@@ -101,7 +102,7 @@ class Members:
         self._being_judged = 0  # judgers at work that a pause can wait for
         self._evicted = False
         self._cut_short = False  # whether we cancelled members, because enough had completed
-        self._prompt_ids = array("i")
+        self._prompt_ids = _NO_IDS
         self._began = 0.0
         self._places: Counter[int] = Counter()  # how often a fresh member took another's place
         self._failures: Counter[tuple[int, FailureKind]] = Counter()  # that were retried
@@ -224,7 +225,7 @@ class Members:
         if not self._missing:
             return True
         try:
-            self._prompt_ids = await self._render_prompt(self.row.prompt)
+            self._prompt_ids = memoryview(await self._render_prompt(self.row.prompt)).toreadonly()
         except DataError as error:
             failure = Failure.of("data", error)
             for index in self._missing:
@@ -549,7 +550,7 @@ class Members:
         tools = row.prompt.tools or self._spec.loop.tools
         prompt_ids, journal = self._prompt_ids, self._left.get(index)
         if journal is not None and not prompt_ids:  # it never runs
-            prompt_ids = array("i", journal.contexts[0].prompt_ids)
+            prompt_ids = journal.contexts[0].prompt_ids
         return Rollout(
             self._services,
             row.prompt,

@@ -6,7 +6,6 @@ when the loop returns.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -131,7 +130,7 @@ class Rollout:
         self,
         services: RolloutServices,
         prompt: Prompt,
-        prompt_ids: array[int],
+        prompt_ids: memoryview[int],
         *,
         visit: int,
         index: int,

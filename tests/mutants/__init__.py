@@ -67,7 +67,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "logprobs are not checked",
         (
             "_response.py",
-            "if not math.isfinite(sum(new_logprobs)) or max(new_logprobs) > LOGPROB_ROUNDING:",
+            "if not isfinite(sum(new_logprobs)) or max(new_logprobs) > LOGPROB_ROUNDING:",
             "if False:",
         ),
     ),
@@ -99,8 +99,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a resumed turn is sent without its partial",
         (
             "_context.py",
-            "self._prompt_ids + self._response.packed_ids",
-            "self._prompt_ids + self._response.packed_ids[:start]",
+            "whole.extend(self._response.packed_ids)",
+            "whole.extend(self._response.packed_ids[:start])",
         ),
     ),
     _mutant(
@@ -359,7 +359,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a reply without a token is an answer",
         (
             "_context.py",
-            "        if self._tries and start == len(self._response):\n",
+            "        if not got and self._tries:\n",
             "        if False:\n",
         ),
     ),
@@ -368,8 +368,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "turns take no slot",
         (
             "_gate.py",
-            "            if not self.slots.take():\n                await self.slots.acquire()\n",
-            "            if not self.slots.take():\n                self.slots.used += 1\n",
+            "            if not slots.take():\n                await slots.acquire()\n",
+            "            if not slots.take():\n                slots.used += 1\n",
         ),
     ),
     _mutant(
