@@ -8,12 +8,13 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 from rollnest import Engine, Prompt, Sample, Sampling, TaskSpec
 from rollnest.abc import Attempt
 from rollnest.testing import Reply, Script, ScriptedController
 
-__all__ = ["in_turn", "one_batch", "prompts", "run_to_its_exit", "spec"]
+__all__ = ["cancel_nobody", "in_turn", "one_batch", "prompts", "run_to_its_exit", "spec"]
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -52,6 +53,20 @@ def in_turn(*replies: Reply | Callable[[Attempt], Reply]) -> Script:
         return reply(attempt) if callable(reply) else reply
 
     return script
+
+
+async def cancel_nobody() -> None:
+    """Raises a cancellation whose scope is over."""
+    kept: BaseException | None = None
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        try:
+            await checkpoint()
+        except anyio.get_cancelled_exc_class() as error:
+            kept = error
+            raise
+    assert kept is not None
+    raise kept
 
 
 def run_to_its_exit(

@@ -928,8 +928,8 @@ def _steps() -> list[Step]:
         "abort": (0.02, 0.3, None),
         "often": (0.2, 1.0),
         "pause": ("slow", "hangs", "fails"),
-        "judge": ("slow", "slow", "slower", "fails", "nan", "none", "text"),
-        "down": (True, True),
+        "judge": ("slow", "slow", "slower", "fails", "quits", "nan", "none", "text"),
+        "down": (True,) * 4,
         "fault": FAULTS,
     }
     table: list[tuple[int, str, Sequence[tuple[Any, ...]]]] = [
@@ -960,7 +960,7 @@ def _steps() -> list[Step]:
         ),
         (1, "pounce", [(state, mode) for state in STATES for mode in MODES]),
         (2, "pounce", [("drawn", mode) for mode in MODES]),
-        (3, "enter", [()]),
+        (7, "enter", [()]),
         (
             4,
             "end_pause",
@@ -990,11 +990,11 @@ def _steps() -> list[Step]:
             "evaluate",
             [(u, n, g) for u in ("wait", "cancel", "mark") for n in (1, None) for g in (1, 2)],
         ),
-        (3, "await_evaluation", [(3.0,), (100.0,)]),
-        (2, "cancel_evaluation", [(n, t) for n in (False, True) for t in (0, 3)]),
+        (4, "await_evaluation", [(3.0,), (100.0,)]),
+        (3, "cancel_evaluation", [(n, t) for n in (False, True) for t in (0, 3)]),
         (8, "late", [()]),
         (16, "commit", [(0,), (-1,)]),
-        (8, "afterwards", [()]),
+        (14, "afterwards", [()]),
         (24, "calm", [()]),
         (1, "mood", [(aspect, v) for aspect, values in moods.items() for v in values]),
     ]
@@ -1086,7 +1086,7 @@ _moods = st.builds(
     deaf=st.sampled_from([0, 0, 0, 1, -1]),
     fault=st.sampled_from([None] * len(FAULTS) + list(FAULTS)),
     often=st.sampled_from([0.2, 0.5]),
-    judge=st.sampled_from(["ok", "ok", "ok", "slow", "slow", "slower", "fails", "nan"]),
+    judge=st.sampled_from(["ok", "ok", "ok", "slow", "slow", "slower", "fails", "quits", "nan"]),
 )
 
 _settings = st.builds(

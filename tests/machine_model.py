@@ -56,6 +56,8 @@ from rollnest.testing import (
     expected_logprob,
 )
 
+from .helpers import cancel_nobody
+
 __all__ = ["CALM", "FAULTS", "Mood", "Plan", "Server", "Watcher", "World"]
 
 VOCABULARY = 1000
@@ -122,7 +124,7 @@ class Mood:
     often: float = 0.5  # how many of them
     down: bool = False  # whether it refuses everything
     pause: Literal["ok", "slow", "hangs", "fails"] = "ok"
-    judge: Literal["ok", "slow", "slower", "fails", "nan", "none", "text"] = "ok"
+    judge: Literal["ok", "slow", "slower", "fails", "quits", "nan", "none", "text"] = "ok"
 
 
 CALM = Mood()
@@ -341,6 +343,7 @@ class Track:
         self.rollout = rollout
         self.where = "loop"
         self.outcome = ""
+        self.quits = False  # whether it cancels itself
         self.judged: float | str | None = None
         self.cut = False
         self.failed_itself = False
@@ -643,7 +646,7 @@ async def _play(track: Track, kind: Kind, random: Random) -> None:
 
 async def _play_odd(track: Track, random: Random) -> None:
     rollout, main = track.rollout, track.main
-    match random.randrange(7):
+    match random.randrange(8):
         case 0:
             raise ValueError("the loop is broken")
         case 1:
@@ -662,6 +665,11 @@ async def _play_odd(track: Track, random: Random) -> None:
         case 5:
             await track.generate(main)
             rollout.finish("enough")
+        case 6:
+            await track.generate(main)
+            track.quits = True
+            track.world.fired["the loop: quits"] += 1
+            await cancel_nobody()
         case _:
             await sleep(random.choice([0.5, 20.0]))
             await track.generate(main)
@@ -829,7 +837,7 @@ class World:
                 track.outcome = f"raised {type(error).__name__}"
                 raise
             except BaseException:
-                track.outcome = "cancelled"
+                track.outcome = "quit" if track.quits else "cancelled"
                 raise
             else:
                 track.outcome = "returned"
@@ -846,6 +854,9 @@ class World:
                 await checkpoint()
                 if mood in ("slow", "slower"):
                     await sleep(1.0 if mood == "slow" else 200.0)
+                if mood == "quits":
+                    self.fired["the judger: quits"] += 1
+                    await cancel_nobody()
                 return self._answer(track, sample, mood)
         except get_cancelled_exc_class():
             track.judged = "cancelled"
@@ -1024,7 +1035,11 @@ class World:
                 elif good or (track.outcome == "cancelled" and not limited):
                     self.fault(f"{name} FAILED, but its loop {track.outcome}: {sample.failure}")
             case Status.ABORTED:
-                if track.outcome not in ("cancelled", "returned"):
+                if track.outcome not in (
+                    "cancelled",
+                    "returned",
+                    "quit",
+                ):  # it may be cancelled just then
                     self.fault(f"{name} was ABORTED, but its loop {track.outcome}")
             case status:
                 self.fault(f"{name} ended as {status}")

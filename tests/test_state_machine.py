@@ -108,6 +108,8 @@ ALSO = [
     "replay: a turn is given again",
     "the engine: a probe",
     "the server: down",
+    "the loop: quits",
+    "the judger: quits",
     *(f"update the weights: {k}" for k in ("dict", "callable", "jump", "published", "old", "new")),
 ]
 """What must have happened at least once, however short the profile is."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import anyio
 import pytest
-from anyio import CancelScope, create_task_group, fail_after, get_cancelled_exc_class, sleep
-from anyio.lowlevel import checkpoint
+from anyio import create_task_group, fail_after, sleep
 
 from rollnest import AgentLoop, Engine, LiveGroup, Rollout, Sample, Status
 from rollnest.abc import Attempt
@@ -21,26 +20,12 @@ from rollnest.testing import (
     virtual_backends,
 )
 
-from .helpers import prompts, spec
+from .helpers import cancel_nobody, prompts, spec
 
 pytestmark = pytest.mark.anyio
 on_asyncio = pytest.mark.parametrize(
     "anyio_backend", [virtual_backends()[0]()], ids=["asyncio"]
 )  # trio has no cancellation without a scope
-
-
-async def cancel_nobody() -> None:
-    """Raises a cancellation whose scope is over."""
-    kept: BaseException | None = None
-    with CancelScope() as scope:
-        scope.cancel()
-        try:
-            await checkpoint()
-        except get_cancelled_exc_class() as error:
-            kept = error
-            raise
-    assert kept is not None
-    raise kept
 
 
 async def await_a_cancelled_task() -> None:
@@ -249,9 +234,10 @@ async def test_production_that_somebody_else_cancels_ends_loudly() -> None:
         producer.cancel()
 
     controller = ScriptedController(lambda _: Reply([5], delay=1e6))
+    engine = Engine(controller, spec())
     async with create_task_group() as group:
         with pytest.raises(EngineBroken, match="was cancelled, and not by the engine"):
-            async with Engine(controller, spec()) as engine:
+            async with engine:
                 group.start_soon(cancel_a_producer)
                 await engine.next_batch(1)
     assert engine.statistics().tasks["task"].waiting == 1
