@@ -15,10 +15,11 @@ from anyio.lowlevel import checkpoint
 from attrs import evolve, frozen
 
 from ._attempt import Attempt, FinishReason, TokenCounters
+from ._capture import ContextNote, RunningTurn
 from ._continuation import attempt_seed, tokens_through_stop
 from ._gate import Gate, Limit, OverLimit
 from ._instruments import Instruments
-from ._journal import AS_THE_TASK, ContextReplay, Journal, Replay, Request
+from ._journal import AS_THE_TASK, ContextReplay, Journal, RecordedTurn, Replay, Request
 from ._options import Limits, Sampling
 from ._outage import Outage, Retries
 from ._records import Failure, Message, Prompt, Segment, Turn
@@ -30,7 +31,7 @@ from ._workers import Workers
 from .abc import Capabilities, InferenceController, Tokenizer
 from .errors import DataError, InferenceError, LoopError, UnsupportedSampling, describe
 
-__all__ = ["Context", "RolloutCore", "RolloutServices", "freeze_context"]
+__all__ = ["Context", "RolloutCore", "RolloutServices", "freeze_context", "note_context"]
 
 _NOTHING = Response().seal()
 _STOP, _LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -209,10 +210,20 @@ def freeze_context(context: Context, *, trim: bool) -> Segment:
     return context._freeze(trim=trim)  # pyright: ignore[reportPrivateUsage]
 
 
+def note_context(context: Context) -> tuple[ContextNote, int, int]:
+    """What there is of a context now, for a checkpoint; the context goes on.
+
+    Returns:
+        The note, how many tokens are in no turn of it, and how many requests have brought nothing yet.
+    """
+    return context._note()  # pyright: ignore[reportPrivateUsage]
+
+
 class Context:
     """One unbroken token context of a rollout: prompt ids, then an append-only response."""
 
     __slots__ = (
+        "_asked",
         "_begun",
         "_busy",
         "_core",
@@ -247,6 +258,7 @@ class Context:
         self._tools = tuple(tools) if tools else None
         self._busy = False
         self._begun = 0  # where the turn that is running began
+        self._asked: tuple[int, Request] | None = None  # its number, and what the loop said of it
         self._reserved = 0  # how far the turn that is running may take the response
         self._running: Attempt | None = None
         # Of the attempt: its sampling, where its turn starts, its cap.
@@ -385,6 +397,7 @@ class Context:
                     core.go_live()
                 else:
                     number = recorded.begun
+                    self._asked = number, request
                     if recorded.turn.finish_reason != "abort":
                         done = turn = self._give_again(recorded.turn)
                         return turn
@@ -397,10 +410,12 @@ class Context:
             if number is None:
                 number = core.begun
                 core.begun += 1
+                self._asked = number, request
             done = turn = await self._run_turn(sampling, start, cap)
             return turn
         finally:
             self._busy = False
+            self._asked = None
             core.since = services.gate.ended()
             self._reserved = 0
             if done is None and (end := len(self._response)) > start:
@@ -486,6 +501,40 @@ class Context:
         if trim:
             response = response.without_trailing_context()
         return Segment(self._prompt_ids, response)
+
+    def _note(self) -> tuple[ContextNote, int, int]:
+        """What there is now; see `note_context`."""
+        record, attempt, asked = self._record, self._running, self._asked
+        received, running, outcome = None, None, None
+        discarded = unseen = 0
+        if attempt is not None:
+            received = attempt.received
+            unseen = int(not received and attempt.finish_reason is None)
+            if not received:
+                received = None
+            elif not self._core.services.partial and self._is_partial(attempt, self._request[0]):
+                discarded, received = len(received), None
+            else:
+                received = received[:]
+        response = self._response[:]
+        if asked is not None:
+            if attempt is not None and received is not None:
+                sampling, start, _ = self._request
+                outcome = self._reason(attempt, sampling, start, received)
+            stop = len(response) + (0 if received is None else len(received))
+            running = RunningTurn(*asked, self._begun, stop, self._tries, outcome)
+        recorded: tuple[RecordedTurn, ...] = ()
+        if record is not None and record.turns:
+            if received is None and not record.is_left_by(response):
+                # As in `_take_over`: what is there is the beginning of the record.
+                response, recorded = record.response[: record.end], tuple(record.turns)
+            else:
+                discarded += record.pending_tokens
+        return (
+            ContextNote(self._prompt_ids, response, received, running, recorded),
+            discarded,
+            unseen,
+        )
 
     def _freeze(self, *, trim: bool) -> Segment:
         """Ends the context; see `freeze_context`."""
@@ -716,19 +765,20 @@ class Context:
         return len(received) < sampling.min_tokens or received.last_id not in stops
 
     def _reason(
-        self, attempt: Attempt, sampling: Sampling, start: int
+        self, attempt: Attempt, sampling: Sampling, start: int, received: Response | None = None
     ) -> Literal["stop", "length"] | None:
-        """Why the turn has ended; `None` if it goes on from a partial."""
+        """Why the turn has ended, or would if what is `received` came on top; `None` if it goes on from a partial."""
         reason = attempt.finish_reason
         if reason is _STOP:
             return "stop"
         if reason is _LENGTH:
             return "length"
-        got = len(self._response) - start
+        got = len(self._response) - start + len(received or ())
         if not got or got < sampling.min_tokens:
             return None
+        last_id = (received or self._response).last_id
         stops = self._core.services.stop_token_ids.union(sampling.stop_token_ids)
-        return "stop" if self._response.last_id in stops else None
+        return "stop" if last_id in stops else None
 
     def __repr__(self) -> str:
         return f"<Context {self._index} of {self._core.uid}: {len(self._prompt_ids)} prompt tokens, {self._response!r}>"

@@ -315,12 +315,16 @@ class ContextReplay:
             tokens += len(self.turns.pop().turn)
         return tokens
 
+    def is_left_by(self, response: Response) -> bool:
+        """Whether a response has gone on without the record: it has tokens of the policy that the record lacks."""
+        return any(response.origin[self._at :])
+
     def _holds(self, response: Response, start: int) -> bool:
         """Whether a response is what the record holds up to `start`; it is up to where it was given again."""
         if len(response) != start:
             return False
         # What the policy has added on its own since is no context, though the ids may be the same.
-        if any(response.origin[self._at :]):
+        if self.is_left_by(response):
             return False
         return response.packed_ids[self._at :] == self.response.packed_ids[self._at : start]
 

@@ -17,6 +17,7 @@ from anyio import CancelScope, create_task_group, get_cancelled_exc_class
 from anyio.abc import TaskGroup
 from attrs import evolve
 
+from ._capture import GroupNote, RolloutNote, note_of_journal, who_leaves
 from ._context import RolloutServices
 from ._gate import Limit, OverLimit
 from ._journal import Journal
@@ -28,6 +29,7 @@ from ._rollout import (
     freeze_rollout,
     give_up_rollout,
     must_restart,
+    note_rollout,
     rollout_journal,
 )
 from ._slots import Call, Slots
@@ -44,9 +46,6 @@ _log = logging.getLogger("rollnest")
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-REDUNDANT = "redundant"
-"""Why a member left of which the group had enough without it."""
 
 RETRIED = "retried"
 """Why a member left that failed, and for which another one was begun."""
@@ -433,6 +432,46 @@ class Members:
         self._take_out()
         return [self.samples[index] for index in sorted(self._indexes)]
 
+    def note(self, now: float, *, whole: bool) -> GroupNote:
+        """What there is of the group now, for a checkpoint; the group goes on.
+
+        Args:
+            now: The event loop's time.
+            whole: Whether its loop begins anew as a whole.
+        """
+        live = [i for i in self._indexes if i not in self.samples and i not in self.unjudged]
+        return GroupNote(
+            task=self._spec.name,
+            prompt=self.row.prompt,
+            visit=self.row.visit,
+            samples=dict(self.samples),
+            waiting=frozenset([i for i, s in self.samples.items() if self._waits(s)]),
+            unjudged={i: s for i, s in self.unjudged.items() if i not in self.samples},
+            live=[self._note(index) for index in live],
+            group_size=self._spec.group_size,
+            least=self._spec.failures.least(self._spec.group_size),
+            whole=whole,
+            counted=frozenset(self.row.kept),
+            seconds=self.row.seconds + now - self.started,
+            expiries=self.row.expiries,
+        )
+
+    def _note(self, index: int) -> RolloutNote:
+        rollout, journal = self.rollouts.get(index), self._left.get(index)
+        if rollout is not None:
+            return note_rollout(rollout)
+        services = self._services
+        sample = Sample(
+            task=self._spec.name,
+            prompt=self.row.prompt,
+            visit=self.row.visit,
+            index=index,
+            status=Status.ABORTED,
+            sampling=services.sampling,
+            logprobs_mode=services.capabilities.logprobs,
+        )
+        return RolloutNote(sample=sample) if journal is None else note_of_journal(sample, journal)
+
     def _end_rest(self) -> None:
         """Ends the members that have not: they were cancelled, for what fails by itself has ended."""
         for index in self._indexes:
@@ -476,19 +515,10 @@ class Members:
     def _take_out(self) -> None:
         """Takes out who is not needed in a full group, and the dead, if the group can do without them."""
         size = self._spec.group_size
-        if self._completed >= size and self.count > size:
-            first = [i for i, s in self.samples.items() if s.status is Status.COMPLETED][:size]
-            for index in [i for i in self._indexes if i not in first]:
-                failure = self.samples[index].failure
-                self.leave(index, REDUNDANT if failure is None else failure.kind)
-        elif self._failed and self._can_do_with(self.count - self._failed):
-            for index, sample in list(self.samples.items()):
-                if sample.failure is not None:
-                    self.leave(index, sample.failure.kind)
-
-    def _can_do_with(self, alive: int) -> bool:
-        """Whether so many members make a group."""
-        return alive >= self._spec.failures.least(self._spec.group_size)
+        if self._failed or self.count > size:
+            least = self._spec.failures.least(size)
+            for index, reason in who_leaves(self.samples, size, least).items():
+                self.leave(index, reason)
 
     def _may_retry(self, sample: Sample, whose: int) -> bool:
         """Counts that a failure is to be made up for by another try; false if that happened too often."""

@@ -188,12 +188,17 @@ class Response:
         piece._ids = self._ids[start:stop]
         piece._logprobs = self._logprobs[start:stop]
         piece._origin = self._origin[start:stop]
+        piece._sealed = True
+        if stop - start == len(self):  # a copy of it all: nothing has to be looked through
+            piece._policy_tokens = self._policy_tokens
+            piece._runs = self._runs[:]
+            piece._last_version = self._last_version
+            return piece
         piece._policy_tokens = piece._origin.count(1)
         for version, run_start, run_stop in self.version_runs:
             length = min(run_stop, stop) - max(run_start, start)
             if length > 0:
                 piece._extend_run(length, version)
-        piece._sealed = True
         return piece
 
     def __getstate__(self) -> tuple[object, ...]:

@@ -15,10 +15,10 @@ from typing import Any, TypeVar, TypeVarTuple, cast, overload
 
 from anyio import get_current_task
 from anyio.lowlevel import checkpoint
-from attrs import evolve
 
+from ._capture import ContextNote, RolloutNote, within
 from ._codecs import decode, encode, fingerprint, same, unrecordable_return
-from ._context import Context, RolloutCore, RolloutServices, freeze_context
+from ._context import Context, RolloutCore, RolloutServices, freeze_context, note_context
 from ._gate import OverLimit
 from ._journal import (
     CallKind,
@@ -47,6 +47,7 @@ __all__ = [
     "freeze_rollout",
     "give_up_rollout",
     "must_restart",
+    "note_rollout",
     "rollout_journal",
     "tool_key",
 ]
@@ -91,6 +92,15 @@ def rollout_journal(rollout: Rollout, aborted: Sample) -> Journal | None:
         aborted: Its sample: it was cut.
     """
     return rollout._journal(aborted)  # pyright: ignore[reportPrivateUsage]
+
+
+def note_rollout(rollout: Rollout) -> RolloutNote:
+    """What there is of a rollout now, for a checkpoint; the rollout goes on.
+
+    Args:
+        rollout: The rollout, not frozen.
+    """
+    return rollout._note()  # pyright: ignore[reportPrivateUsage]
 
 
 def must_restart(rollout: Rollout) -> bool:
@@ -468,6 +478,39 @@ class Rollout:
         )
         return None if journal.is_empty else journal
 
+    def _note(self) -> RolloutNote:
+        core, replay = self._core, self._core.replay
+        calls = {} if self._log is None else dict(self._log.calls)
+        contexts: list[ContextNote] = []
+        discarded = unseen = 0
+        for context in core.contexts:
+            note, tokens, requests = note_context(context)
+            contexts.append(note)
+            discarded += tokens
+            unseen += requests
+        if replay is not None:
+            calls |= {call.begun: call for call in replay.calls}
+            contexts += [
+                ContextNote(c.prompt_ids, c.response[: c.end], recorded=tuple(c.turns))
+                for c in replay.contexts
+            ]
+        if self._must_restart:
+            discarded = self.policy_tokens
+        return RolloutNote(
+            sample=self._sample(Status.ABORTED, (), turns=()),
+            contexts=contexts,
+            turns=tuple(core.turns),
+            asked=tuple(core.asked),
+            calls=tuple(calls.values()),
+            seed=self._seed,
+            attempts=core.attempts,
+            place=self._place,
+            cut=core.cut,
+            discarded=discarded,
+            unseen=unseen,
+            restarts=self._must_restart,
+        )
+
     def tree(
         self,
         now: float,
@@ -591,13 +634,15 @@ class Rollout:
         segments: tuple[Segment, ...],
         failure: Failure | None = None,
         verdict: Verdict | None = None,
+        turns: Sequence[Turn] | None = None,
     ) -> Sample:
         core = self._core
+        turns = core.turns if turns is None else turns
         reason = core.finish_reason
         if core.cut:
             reason = "length"
-        elif reason is None and core.turns:
-            reason = core.turns[-1].finish_reason
+        elif reason is None and turns:
+            reason = turns[-1].finish_reason
         return Sample(
             task=core.services.task,
             prompt=core.prompt,
@@ -605,7 +650,7 @@ class Rollout:
             index=self._index,
             status=status,
             segments=segments,
-            turns=tuple([_within(turn, segments[turn.segment]) for turn in core.turns]),
+            turns=tuple([within(turn, segments[turn.segment]) for turn in turns]),
             finish_reason=reason,
             verdict=verdict,
             failure=failure,
@@ -655,12 +700,6 @@ def _same_outcome(one: Outcome, other: Outcome) -> bool:
     if isinstance(one, Returned) and isinstance(other, Returned):
         return same(one.value, other.value)
     return one == other
-
-
-def _within(turn: Turn, segment: Segment) -> Turn:
-    """An empty turn may stand behind context that was trimmed."""
-    end = len(segment)
-    return turn if turn.stop <= end else evolve(turn, start=min(turn.start, end), stop=end)
 
 
 def _same(one: Message, other: Message) -> bool:

@@ -13,6 +13,7 @@
     ├── EngineClosed          the engine's block was left, or not entered yet
     ├── EngineBroken          the engine can't go on; carries the causes
     ├── EvaluationCancelled   new weights came, and the evaluation was to be cancelled by them
+    ├── CheckpointError       a checkpoint can't be written, or is damaged, or another run's or task's
     ├── EndOfPrompts          every task's prompts are used up
     ├── Starved               too many groups in a row were unusable; carries the reasons
     └── Stuck                 groups are missing that can't come; carries the counters
@@ -28,6 +29,7 @@ from enum import Enum
 from typing import cast
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "EndOfPrompts",
     "EngineBroken",
@@ -157,6 +159,13 @@ class EvaluationCancelled(RollnestError):
         super().__init__(message)
         self.ended = ended
         self.asked = asked
+
+
+class CheckpointError(RollnestError):
+    """A checkpoint could not be written, or can't be used: it is damaged, foreign, or does not fit.
+
+    Nothing was changed: older checkpoints are whole, and no engine holds half of one.
+    """
 
 
 class EndOfPrompts(RollnestError):

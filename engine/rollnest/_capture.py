@@ -1,0 +1,323 @@
+"""What is noted of live rollouts for a checkpoint, and what it comes to.
+
+Noting is done in one step on the event loop, so it only copies what goes on changing: columns that grow, lists of
+turns and calls. What a rollout would leave behind if it were cut at that moment is worked out from the note later, in a
+thread: a sample that was aborted, and the journal that its loop goes on from. The rollout itself goes on meanwhile, and
+nothing of it has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from attrs import evolve, field, frozen
+
+from ._journal import Journal, RecordedCall, RecordedTurn, Request
+from ._records import Failure, Group, Prompt, Sample, Segment, Status, Turn
+from ._response import Response
+
+__all__ = [
+    "REDUNDANT",
+    "ContextNote",
+    "GroupNote",
+    "Place",
+    "RolloutNote",
+    "RunningTurn",
+    "Visit",
+    "note_of_journal",
+    "who_leaves",
+    "within",
+]
+
+Place: TypeAlias = Literal["flight", "ready", "expired", "held", "cut", "delivered"]
+"""Where a visit stood. `"expired"`, `"held"` and `"cut"` wait to be drawn again; `"held"` for a tail batch."""
+
+REDUNDANT = "redundant"
+"""Why a member left of which the group had enough without it."""
+
+
+@frozen(eq=False)
+class RunningTurn:
+    """A turn that had not ended.
+
+    Attributes:
+        number: Its number among the rollout's calls.
+        request: What the loop said of it.
+        start: Where it starts in the response.
+        stop: How far it had come.
+        tries: Requests so far.
+        outcome: How it has ended, if its server had answered already.
+    """
+
+    number: int
+    request: Request
+    start: int
+    stop: int
+    tries: int
+    outcome: Literal["stop", "length"] | None
+
+
+@frozen(eq=False)
+class ContextNote:
+    """One token context.
+
+    Attributes:
+        prompt_ids: What it began with.
+        response: Its columns, sealed.
+        received: What the running attempt had brought, sealed; `None` if that is nothing, or not to be kept.
+        running: The turn that had not ended.
+        recorded: Turns that it had not been given again yet; they are in `response`.
+    """
+
+    prompt_ids: memoryview[int]
+    response: Response
+    received: Response | None = None
+    running: RunningTurn | None = None
+    recorded: Sequence[RecordedTurn] = ()
+
+    def columns(self) -> Response:
+        """All columns, sealed."""
+        if self.received is None:
+            return self.response
+        whole = Response()
+        whole.extend(self.response)
+        whole.extend(self.received)
+        return whole.seal()
+
+
+@frozen(eq=False, kw_only=True)
+class RolloutNote:
+    """One rollout that had not ended.
+
+    Attributes:
+        sample: Its end, without segments and turns, if it were cut now.
+        contexts: Its contexts, in the order they were opened.
+        turns: What the policy was asked for.
+        asked: Number and request of each of these.
+        calls: Calls of tools and of the judger.
+        seed: Of its random generator.
+        attempts: Requests so far.
+        place: How many members had left whose place it took.
+        cut: Whether its budget had ended it.
+        discarded: Tokens that are not kept.
+        unseen: Requests that had brought nothing.
+        restarts: Whether nothing of it holds, because a tool did not do the same again.
+    """
+
+    sample: Sample
+    contexts: Sequence[ContextNote] = ()
+    turns: Sequence[Turn] = ()
+    asked: Sequence[tuple[int, Request]] = ()
+    calls: Sequence[RecordedCall] = ()
+    seed: int = 0
+    attempts: int = 0
+    place: int = 0
+    cut: bool = False
+    discarded: int = 0
+    unseen: int = 0
+    restarts: bool = False
+
+    def aborted(self) -> tuple[Sample, Journal | None]:
+        """What it would leave behind."""
+        if self.restarts:
+            return self.sample, None
+        responses = [context.columns() for context in self.contexts]
+        turns, asked = list(self.turns), list(self.asked)
+        for index, (context, response) in enumerate(zip(self.contexts, responses, strict=True)):
+            running = context.running
+            if running is not None and running.stop > running.start:
+                outcome, tries = running.outcome or "abort", max(1, running.tries)
+                span = running.start, running.stop
+                turns.append(Turn(outcome, None, index, *span, tries, response))
+                asked.append((running.number, running.request))
+            for recorded in context.recorded:
+                turns.append(evolve(recorded.turn, segment=index, response=response))
+                asked.append((recorded.begun, recorded.request))
+        segments = tuple(
+            Segment(c.prompt_ids, r.without_trailing_context() if self.cut else r)
+            for c, r in zip(self.contexts, responses, strict=True)
+        )
+        sample = evolve(
+            self.sample,
+            segments=segments,
+            turns=tuple(within(turn, segments[turn.segment]) for turn in turns),
+            finish_reason=_reason(self, turns),
+        )
+        journal = Journal.of(
+            sample, asked, self.calls, seed=self.seed, attempts=self.attempts, place=self.place
+        )
+        return sample, None if journal.is_empty else journal
+
+
+def note_of_journal(sample: Sample, journal: Journal) -> RolloutNote:
+    """The note of a rollout that has not begun again; all that it is given again is in the journal."""
+    return RolloutNote(
+        sample=sample,
+        contexts=[
+            ContextNote(context.prompt_ids, context.response, recorded=context.turns)
+            for context in journal.contexts
+        ],
+        calls=journal.calls,
+        seed=journal.seed,
+        attempts=journal.attempts,
+        place=journal.place,
+    )
+
+
+@frozen(eq=False, kw_only=True)
+class Visit:
+    """One visit of a prompt, as it stands in a checkpoint.
+
+    Attributes:
+        place: Where it stood.
+        group: Its members: those that had not ended as they would be if they had been cut.
+        journals: What those left behind, by index.
+        seconds: Time from its start, over all runs.
+        expiries: How often it had become too old.
+        in_tail: Whether it was of a tail batch.
+        restart: Why nothing of it is to be kept when it is drawn again; `None` if that is not so.
+        batch: Number of the batch that it was delivered in.
+        counted: Of a group in flight, indexes of completed members that count as produced already.
+        left: Of a group in flight, why members would have left it, and their tokens.
+        discarded: Tokens that are not kept.
+        unseen: Requests that had brought nothing.
+        restarted: Members that begin anew because a tool did not do the same again.
+    """
+
+    place: Place
+    group: Group
+    journals: Mapping[int, Journal] = field(factory=dict[int, Journal])
+    seconds: float = 0.0
+    expiries: int = 0
+    in_tail: bool = False
+    restart: str | None = None
+    batch: int | None = None
+    counted: frozenset[int] = frozenset()
+    left: tuple[tuple[str, int], ...] = ()
+    discarded: int = 0
+    unseen: int = 0
+    restarted: int = 0
+
+    @property
+    def newest_version(self) -> int | None:
+        """The highest weight version among its tokens; `None` without any."""
+        versions = [
+            segment.response.newest_version
+            for sample in self.group.samples
+            for segment in sample.segments
+        ]
+        return max([v for v in versions if v is not None], default=None)
+
+
+@frozen(eq=False, kw_only=True)
+class GroupNote:
+    """A group in flight.
+
+    Attributes:
+        task: Name of its task.
+        prompt: What is asked.
+        visit: Number of the visit.
+        samples: Members that had ended, by index, in the order in which they did.
+        waiting: Indexes of those of them that had no verdict yet.
+        unjudged: Members that were being judged, by index.
+        live: Members that had not ended.
+        group_size: How many members make a group.
+        least: How many make one if some have failed.
+        whole: Whether its loop begins anew as a whole.
+        counted: Indexes of completed members that count as produced already.
+        seconds: Time from its start, over all runs.
+        expiries: How often it had become too old.
+    """
+
+    task: str
+    prompt: Prompt
+    visit: int
+    samples: Mapping[int, Sample]
+    waiting: frozenset[int]
+    unjudged: Mapping[int, Sample]
+    live: Sequence[RolloutNote]
+    group_size: int
+    least: int
+    whole: bool
+    counted: frozenset[int]
+    seconds: float
+    expiries: int
+
+    def cut(self) -> Visit:
+        """What would be left of it if it were cut."""
+        samples: dict[int, Sample] = {}
+        journals: dict[int, Journal] = {}
+        for index, sample in self.samples.items():
+            samples[index] = _unjudged(sample) if index in self.waiting else sample
+        for index, sample in self.unjudged.items():
+            samples[index] = _unjudged(sample)
+        for note in self.live:
+            sample, journal = note.aborted()
+            samples[sample.index] = sample
+            if journal is not None:
+                journals[sample.index] = journal
+        left: list[tuple[str, int]] = []
+        if self.whole:
+            samples = {index: _begins_anew(sample) for index, sample in samples.items()}
+            journals = {}
+        else:
+            for index, reason in who_leaves(samples, self.group_size, self.least).items():
+                left.append((reason, samples.pop(index).policy_tokens))
+                journals.pop(index, None)
+        return Visit(
+            place="flight",
+            group=Group(self.task, self.prompt, self.visit, [samples[i] for i in sorted(samples)]),
+            journals=journals,
+            seconds=self.seconds,
+            expiries=self.expiries,
+            counted=self.counted,
+            left=tuple(left),
+            discarded=sum([note.discarded for note in self.live]),
+            unseen=sum([note.unseen for note in self.live]),
+            restarted=sum([note.restarts for note in self.live]),
+        )
+
+
+def who_leaves(samples: Mapping[int, Sample], group_size: int, least: int) -> dict[int, str]:
+    """Says which members leave a group that has ended: who is not needed in a full one, or the dead, if it can do
+    without them.
+
+    Args:
+        samples: All members, in the order in which they ended.
+        group_size: How many make a group.
+        least: How many make one if some have failed.
+
+    Returns:
+        Why each of them leaves, by index.
+    """
+    completed = [i for i, sample in samples.items() if sample.status is Status.COMPLETED]
+    dead = {i: sample.failure.kind for i, sample in samples.items() if sample.failure is not None}
+    if len(completed) >= group_size and len(samples) > group_size:
+        return {i: dead.get(i, REDUNDANT) for i in samples if i not in completed[:group_size]}
+    if dead and len(samples) - len(dead) >= least:
+        return dict(dead)
+    return {}
+
+
+def _unjudged(sample: Sample) -> Sample:
+    return evolve(sample, status=Status.ABORTED, unjudged=True)
+
+
+def _begins_anew(sample: Sample) -> Sample:
+    no_failure: Failure | None = None
+    return evolve(sample, status=Status.ABORTED, verdict=None, failure=no_failure, unjudged=False)
+
+
+def _reason(note: RolloutNote, turns: Sequence[Turn]) -> str | None:
+    if note.cut:
+        return "length"
+    if note.sample.finish_reason is None and turns:
+        return turns[-1].finish_reason
+    return note.sample.finish_reason
+
+
+def within(turn: Turn, segment: Segment) -> Turn:
+    """An empty turn may stand behind context that was trimmed."""
+    end = len(segment)
+    return turn if turn.stop <= end else evolve(turn, start=min(turn.start, end), stop=end)
