@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -12,9 +12,24 @@ from anyio.lowlevel import checkpoint
 
 from rollnest import Engine, Prompt, Sample, Sampling, TaskSpec
 from rollnest.abc import Attempt
-from rollnest.testing import Reply, Script, ScriptedController
+from rollnest.testing import (
+    Reply,
+    Script,
+    ScriptedController,
+    assert_conserved,
+    cancel_at_step,
+)
 
-__all__ = ["cancel_nobody", "in_turn", "one_batch", "prompts", "run_to_its_exit", "spec"]
+__all__ = [
+    "cancel_nobody",
+    "cancelled_at_every_step",
+    "each_way",
+    "in_turn",
+    "one_batch",
+    "prompts",
+    "run_to_its_exit",
+    "spec",
+]
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -80,6 +95,66 @@ def run_to_its_exit(
     with pytest.raises(error):
         anyio.run(main, backend=backend)
     gc.collect()
+
+
+each_way = pytest.mark.parametrize(
+    ("backend", "native"),
+    [("asyncio", False), ("asyncio", True), ("trio", False)],
+    ids=["asyncio", "asyncio-native", "trio"],
+)
+"""Both event loops; `native` says whether a cancellation is asyncio's own `task.cancel()`."""
+
+
+def cancelled_at_every_step(
+    make: Callable[[], tuple[Engine, ScriptedController]],
+    body: Callable[[Engine], Awaitable[object]],
+    backend: Literal["asyncio", "trio"],
+    native: bool,
+    *,
+    check: Callable[[Engine, ScriptedController, str], object] | None = None,
+    at_least: int = 40,
+) -> int:
+    """Cancels an engine's block before each of its steps, each time with another engine; nothing may be left over.
+
+    Args:
+        make: Makes the engine.
+        body: What is done in its block.
+        backend: Which event loop.
+        native: Whether the cancellation is asyncio's own.
+        check: Looks at what else must hold if the engine was entered, and is told the step for its messages.
+        at_least: How many steps the block has in any case.
+
+    Returns:
+        How many steps it had.
+    """
+    step = 0
+    while True:
+        step += 1
+        engine, controller = make()
+        entered = False
+
+        async def operation() -> None:
+            nonlocal entered
+            async with engine:  # noqa: B023
+                entered = True
+                await body(engine)  # noqa: B023
+
+        report = cancel_at_step(operation, step, backend=backend, native=native)
+        where = f"step {step}: {report}, {controller.log[-3:]}"
+        assert (report.tasks_left, report.threads_left) == (0, ()), where
+        assert not controller.open, where
+        assert controller.log == [] or controller.log[-1] == ("exit", 0), where
+        assert controller.while_paused == 0, where
+        assert controller.refused == [], where
+        if entered:
+            assert_conserved(engine, committed=controller.committed)
+            assert engine.statistics().total("flight") == 0, where
+            if check is not None:
+                check(engine, controller, where)
+        if not report.cancelled:
+            break
+    assert step > at_least
+    return step
 
 
 async def one_batch(

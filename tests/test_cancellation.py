@@ -14,9 +14,9 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from rollnest import AsyncStrategy, Engine, PauseMode, Sample, Sampling, TaskSpec
-from rollnest.testing import ScriptedController, assert_conserved, cancel_at_step
+from rollnest.testing import ScriptedController
 
-from .helpers import prompts
+from .helpers import cancelled_at_every_step, each_way, prompts
 
 State = Callable[[Engine], Awaitable[object]]
 
@@ -78,28 +78,19 @@ async def updating(engine: Engine) -> None:
     await engine.next_batch()
 
 
-WAYS: list[tuple[Literal["asyncio", "trio"], bool]] = [
-    ("asyncio", False),
-    ("asyncio", True),
-    ("trio", False),
-]
-
-
 @pytest.mark.parametrize(
     "state",
     [idle, producing, paused, updating, released, *map(pausing, PauseMode)],
     ids=lambda state: state.__name__,
 )
-@pytest.mark.parametrize(("backend", "native"), WAYS, ids=["asyncio", "asyncio-native", "trio"])
+@each_way
 def test_cancelled_at_every_step(
     state: State,
     backend: Literal["asyncio", "trio"],
     native: bool,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    step = 0
-    while True:
-        step += 1
+    def make() -> tuple[Engine, ScriptedController]:
         controller = ScriptedController(rate=10.0)
         task = TaskSpec(
             "task",
@@ -109,29 +100,9 @@ def test_cancelled_at_every_step(
             sampling=Sampling(5),
             strategy=AsyncStrategy(lead=0.5),
         )
-        engine = Engine(controller, task, batch_size=2)
-        entered = False
+        return Engine(controller, task, batch_size=2), controller
 
-        async def operation() -> None:
-            nonlocal entered
-            async with engine:  # noqa: B023
-                entered = True
-                await state(engine)  # noqa: B023
-
-        report = cancel_at_step(operation, step, backend=backend, native=native)
-        where = f"step {step}: {report}, {controller.log[-3:]}"
-        assert report.tasks_left == 0, where
-        assert report.threads_left == (), where
-        assert not controller.open, where
-        assert controller.log == [] or controller.log[-1] == ("exit", 0), where
-        assert controller.while_paused == 0, where
-        assert controller.refused == [], where
-        if entered:
-            assert_conserved(engine, committed=controller.committed)
-            assert engine.statistics().total("flight") == 0, where
-        if not report.cancelled:
-            break
+    steps = cancelled_at_every_step(make, state, backend, native, at_least=60)
     with capsys.disabled():
         way = f"{backend}{' native' if native else ''}"
-        sys.stdout.write(f"\n{state.__name__} on {way}: cancelled at each of {step - 1} steps ")
-    assert step > 60
+        sys.stdout.write(f"\n{state.__name__} on {way}: cancelled at each of {steps - 1} steps ")

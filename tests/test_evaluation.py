@@ -41,11 +41,10 @@ from rollnest.testing import (
     Reply,
     ScriptedController,
     assert_conserved,
-    cancel_at_step,
     check_sample,
 )
 
-from .helpers import prompts, spec
+from .helpers import cancelled_at_every_step, each_way, prompts, spec
 
 anyio_only = pytest.mark.anyio
 
@@ -609,44 +608,24 @@ async def _evaluate(engine: Engine, on_update: Literal["wait", "mark"]) -> None:
     await engine.evaluate(heldout(2, judger=judge), on_update=on_update, patience=0.2)
 
 
-WAYS: list[tuple[Literal["asyncio", "trio"], bool]] = [
-    ("asyncio", False),
-    ("asyncio", True),
-    ("trio", False),
-]
-
-
 @pytest.mark.parametrize("state", [alone, beside_production, beside_an_update])
-@pytest.mark.parametrize(("backend", "native"), WAYS, ids=["asyncio", "asyncio-native", "trio"])
+@each_way
 def test_cancelled_at_every_step(
     state: Callable[[Engine], Any], backend: Literal["asyncio", "trio"], native: bool
 ) -> None:
-    step = 0
-    while True:
-        step += 1
+    def make() -> tuple[Engine, ScriptedController]:
         controller = ScriptedController(rate=10.0)
-        task = spec(prompts=prompts(9), judger=judge, sampling=Sampling(5))
-        engine = Engine(controller, task)
-        entered = False
+        return Engine(
+            controller, spec(prompts=prompts(9), judger=judge, sampling=Sampling(5))
+        ), controller
 
-        async def operation() -> None:
-            nonlocal entered
-            async with engine:  # noqa: B023
-                entered = True
-                await state(engine)  # noqa: B023
+    def check(engine: Engine, controller: ScriptedController, where: str) -> None:
+        assert not engine._entered().evaluations.live, where
 
-        report = cancel_at_step(operation, step, backend=backend, native=native)
-        where = f"step {step}: {report}, {controller.log[-3:]}"
-        assert report.tasks_left == 0, where
-        assert report.threads_left == (), where
-        if entered:
-            settled(engine, controller)
-        if not report.cancelled:
-            break
-    assert step > 40
+    cancelled_at_every_step(make, state, backend, native, check=check)
 
 
-@pytest.mark.parametrize(("backend", "native"), WAYS, ids=["asyncio", "asyncio-native", "trio"])
+@each_way
 def test_the_call_alone_is_cancelled_at_every_step_and_the_engine_goes_on(
     backend: Literal["asyncio", "trio"], native: bool
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from anyio import current_time
@@ -34,10 +34,9 @@ from rollnest.testing import (
     Reply,
     ScriptedController,
     assert_conserved,
-    cancel_at_step,
 )
 
-from .helpers import prompts, spec
+from .helpers import cancelled_at_every_step, each_way, prompts, spec
 from .test_group_loops import GroupLoop
 
 pytestmark = pytest.mark.anyio
@@ -456,18 +455,14 @@ async def test_a_group_can_not_be_smaller_than_it_has_to_be() -> None:
 
 
 @pytest.mark.parametrize("policy", [RETRY, SHRINK], ids=["retry", "shrink"])
-@pytest.mark.parametrize(
-    ("backend", "native"),
-    [("asyncio", False), ("asyncio", True), ("trio", False)],
-    ids=["asyncio", "asyncio-native", "trio"],
-)
-def test_cancelled_at_every_step(backend: Any, native: bool, policy: FailurePolicy) -> None:
+@each_way
+def test_cancelled_at_every_step(
+    backend: Literal["asyncio", "trio"], native: bool, policy: FailurePolicy
+) -> None:
     def short(attempt: Attempt) -> Reply:
         return Reply([5, 6, 0], delay=0.1 * (1 + int(attempt.affinity[-1])))
 
-    step = 0
-    while True:
-        step += 1
+    def make() -> tuple[Engine, ScriptedController]:
         controller = ScriptedController(short)
         task = spec(
             loop=failing(1),
@@ -476,24 +471,9 @@ def test_cancelled_at_every_step(backend: Any, native: bool, policy: FailurePoli
             sampling=Sampling(3),
             prompts=prompts(3),
         )
-        engine = Engine(controller, task)
-        entered = False
+        return Engine(controller, task), controller
 
-        async def operation() -> None:
-            nonlocal entered
-            async with engine:  # noqa: B023
-                entered = True
-                await engine.next_batch(2)  # noqa: B023
-
-        report = cancel_at_step(operation, step, backend=backend, native=native)
-        assert report.tasks_left == 0
-        assert not controller.open
-        if entered:
-            assert_conserved(engine, committed=controller.committed)
-            assert engine.statistics().total("flight") == 0
-        if not report.cancelled:
-            break
-    assert step > 40
+    cancelled_at_every_step(make, lambda engine: engine.next_batch(2), backend, native)
 
 
 def test_data_errors_are_of_their_own_kind() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -29,10 +29,9 @@ from rollnest.testing import (
     Reply,
     ScriptedController,
     assert_conserved,
-    cancel_at_step,
 )
 
-from .helpers import prompts, spec
+from .helpers import cancelled_at_every_step, each_way, prompts, spec
 
 pytestmark = pytest.mark.anyio
 
@@ -543,12 +542,8 @@ async def test_redundancy_and_a_group_loop_exclude_each_other() -> None:
         spec(loop=GroupLoop(solve), redundancy=1)
 
 
-@pytest.mark.parametrize(
-    ("backend", "native"),
-    [("asyncio", False), ("asyncio", True), ("trio", False)],
-    ids=["asyncio", "asyncio-native", "trio"],
-)
-def test_cancelled_at_every_step(backend: Any, native: bool) -> None:
+@each_way
+def test_cancelled_at_every_step(backend: Literal["asyncio", "trio"], native: bool) -> None:
     async def solve(group: LiveGroup) -> None:
         first, second, third = group.rollouts
         await group.run(first)
@@ -558,27 +553,10 @@ def test_cancelled_at_every_step(backend: Any, native: bool) -> None:
         group.drop(third)
         await group.judge()
 
-    step = 0
-    while True:
-        step += 1
+    def make() -> tuple[Engine, ScriptedController]:
         controller = ScriptedController(rate=10.0)
         loop = GroupLoop(solve)
         task = spec(loop=loop, group_size=3, sampling=Sampling(3), prompts=prompts(3))
-        engine = Engine(controller, task)
-        entered = False
+        return Engine(controller, task), controller
 
-        async def operation() -> None:
-            nonlocal entered
-            async with engine:  # noqa: B023
-                entered = True
-                await engine.next_batch(2)  # noqa: B023
-
-        report = cancel_at_step(operation, step, backend=backend, native=native)
-        assert report.tasks_left == 0
-        assert not controller.open
-        if entered:
-            assert_conserved(engine, committed=controller.committed)
-            assert engine.statistics().total("flight") == 0
-        if not report.cancelled:
-            break
-    assert step > 40
+    cancelled_at_every_step(make, lambda engine: engine.next_batch(2), backend, native)

@@ -36,12 +36,11 @@ from rollnest.testing import (
     Reply,
     ScriptedController,
     assert_conserved,
-    cancel_at_step,
     check_sample,
     virtual_backends,
 )
 
-from .helpers import one_batch, prompts, score_one, spec
+from .helpers import cancelled_at_every_step, each_way, one_batch, prompts, score_one, spec
 
 pytestmark = pytest.mark.anyio
 
@@ -964,11 +963,7 @@ async def test_a_sync_judger_that_uses_the_policy_waits_too() -> None:
 # Cancelled at every step
 
 
-@pytest.mark.parametrize(
-    ("backend", "native"),
-    [("asyncio", False), ("asyncio", True), ("trio", False)],
-    ids=["asyncio", "asyncio-native", "trio"],
-)
+@each_way
 def test_cancelled_at_every_step(backend: Literal["asyncio", "trio"], native: bool) -> None:
     async def loop(rollout: Rollout) -> None:
         await rollout.generate()
@@ -977,37 +972,33 @@ def test_cancelled_at_every_step(backend: Literal["asyncio", "trio"], native: bo
         else:
             rollout.score(1.0)
 
-    step = 0
-    while True:
-        step += 1
+    delivered = 0
+    recording = RecordingInstrument()
+
+    def make() -> tuple[Engine, ScriptedController]:
+        nonlocal recording
         controller = ScriptedController(rate=10.0)
         recording = RecordingInstrument()
         tasks = [
             spec(name="loop", judger=asks_policy([], 0.1), loop=loop),
             spec(name="group", judger=ComposedJudger({"rank": Ranking(), "two": two})),
         ]
-        engine = Engine(controller, tasks, instruments=[recording])
-        entered = False
+        return Engine(controller, tasks, instruments=[recording]), controller
 
-        async def operation() -> None:
-            nonlocal entered
-            async with engine:  # noqa: B023
-                entered = True
-                async with create_task_group() as group:
-                    group.start_soon(engine.next_batch, 2)  # noqa: B023
-                    await sleep(0.15)
-                    async with engine.paused():  # noqa: B023
-                        await sleep(1)
+    async def body(engine: Engine) -> None:
+        async with create_task_group() as group:
+            group.start_soon(engine.next_batch, 2)
+            await sleep(0.15)
+            async with engine.paused():
+                await sleep(1)
 
-        report = cancel_at_step(operation, step, backend=backend, native=native)
-        assert (report.tasks_left, report.threads_left) == (0, ())
-        if entered:
-            assert_conserved(engine, committed=controller.committed)
+    def check(engine: Engine, controller: ScriptedController, where: str) -> None:
+        nonlocal delivered
+        delivered = engine.statistics().total("delivered")
         for group, _ in recording.groups:
             for sample in group.samples:
                 check_sample(sample)
-                assert sample.verdict is not None or sample.status is not Status.COMPLETED
-        if not report.cancelled:
-            break
-    assert engine.statistics().total("delivered") == 2
-    assert step > 50
+                assert sample.verdict is not None or sample.status is not Status.COMPLETED, where
+
+    cancelled_at_every_step(make, body, backend, native, check=check, at_least=50)
+    assert delivered == 2

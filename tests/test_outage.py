@@ -40,11 +40,10 @@ from rollnest.testing import (
     Script,
     ScriptedController,
     assert_conserved,
-    cancel_at_step,
     check_sample,
 )
 
-from .helpers import in_turn, one_batch, prompts, spec
+from .helpers import cancelled_at_every_step, each_way, in_turn, one_batch, prompts, spec
 
 anyio_only = pytest.mark.anyio
 
@@ -566,43 +565,25 @@ async def judge(sample: Sample) -> float:
     return 1.0
 
 
-WAYS: list[tuple[Literal["asyncio", "trio"], bool]] = [
-    ("asyncio", False),
-    ("asyncio", True),
-    ("trio", False),
-]
-
-
-@pytest.mark.parametrize(("backend", "native"), WAYS, ids=["asyncio", "asyncio-native", "trio"])
+@each_way
 @pytest.mark.parametrize("paused", [False, True])
 def test_cancelled_at_every_step_of_an_outage(
     backend: Literal["asyncio", "trio"], native: bool, paused: bool
 ) -> None:
-    step = 0
-    while True:
-        step += 1
+    def make() -> tuple[Engine, ScriptedController]:
         controller = Counting(down_until(3.0, Reply([5, 0], delay=0.3)))
         task = TaskSpec("task", prompts(9), judger=judge, group_size=2, sampling=Sampling(5))
-        engine = Engine(controller, task)
-        entered = False
+        return Engine(controller, task), controller
 
-        async def operation() -> None:
-            nonlocal entered
-            async with engine:  # noqa: B023
-                entered = True
-                if paused:
-                    with move_on_after(1):
-                        await engine.next_batch(3)  # noqa: B023
-                    async with engine.paused() as pause:  # noqa: B023
-                        await pause.update_weights({})
-                await engine.next_batch(3)  # noqa: B023
+    async def body(engine: Engine) -> None:
+        if paused:
+            with move_on_after(1):
+                await engine.next_batch(3)
+            async with engine.paused() as pause:
+                await pause.update_weights({})
+        await engine.next_batch(3)
 
-        report = cancel_at_step(operation, step, backend=backend, native=native)
-        where = f"step {step}: {report}, {controller.log[-3:]}"
-        assert report.tasks_left == 0, where
-        if entered:
-            settled(engine, controller)
-            assert sum(engine.statistics().tasks["task"].dropped.values()) == 0, where
-        if not report.cancelled:
-            break
-    assert step > 60
+    def check(engine: Engine, controller: ScriptedController, where: str) -> None:
+        assert sum(engine.statistics().tasks["task"].dropped.values()) == 0, where
+
+    cancelled_at_every_step(make, body, backend, native, check=check, at_least=60)

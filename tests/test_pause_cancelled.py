@@ -19,13 +19,8 @@ from rollnest.abc import ReleaseTag
 from rollnest.errors import EngineBroken
 from rollnest.testing import ScriptedController, assert_conserved, cancel_at_step
 
-from .helpers import spec
+from .helpers import each_way, spec
 
-WAYS: list[tuple[Literal["asyncio", "trio"], bool]] = [
-    ("asyncio", False),
-    ("asyncio", True),
-    ("trio", False),
-]
 ALL: tuple[ReleaseTag, ...] = ("kv", "weights")
 PAUSES: list[tuple[PauseMode, Sequence[ReleaseTag]]] = [
     *((mode, ()) for mode in PauseMode),
@@ -92,7 +87,7 @@ class Run:
     PAUSES,
     ids=[f"{mode.name}{'-release' if release else ''}" for mode, release in PAUSES],
 )
-@pytest.mark.parametrize(("backend", "native"), WAYS, ids=["asyncio", "asyncio-native", "trio"])
+@each_way
 def test_cancelled_at_every_step(
     mode: PauseMode,
     release: Sequence[ReleaseTag],

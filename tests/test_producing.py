@@ -373,3 +373,17 @@ async def test_publish_every_is_checked(every: Any) -> None:
 def _where(engine: Engine) -> dict[str, int]:
     figures = engine.statistics().tasks["task"]
     return {n: getattr(figures, n) for n in ("drawn", "ready", "waiting", "flight")}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("tasks", [1, 2])
+async def test_a_batch_is_returned_the_moment_its_last_group_ends(tasks: int, ahead: bool) -> None:
+    controller = ScriptedController(lambda _: Reply([5, 0], delay=1.0))
+    strategy = AsyncStrategy(lead=1) if ahead else SyncStrategy()
+    specs = [spec(name=f"t{number}", strategy=strategy) for number in range(tasks)]
+    async with Engine(controller, specs, batch_size=2) as engine:
+        for _ in range(3):
+            began = anyio.current_time()
+            batch = await engine.next_batch()
+            assert len(batch.groups) == 2
+            assert anyio.current_time() - began <= 1.001

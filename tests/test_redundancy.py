@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal
 
 import pytest
 from anyio import current_time, sleep
@@ -16,10 +16,9 @@ from rollnest.testing import (
     Reply,
     ScriptedController,
     assert_conserved,
-    cancel_at_step,
 )
 
-from .helpers import prompts, spec
+from .helpers import cancelled_at_every_step, each_way, prompts, spec
 
 pytestmark = pytest.mark.anyio
 
@@ -138,37 +137,16 @@ async def test_redundancy_is_a_count(value: object) -> None:
         spec(redundancy=value)
 
 
-@pytest.mark.parametrize(
-    ("backend", "native"),
-    [("asyncio", False), ("asyncio", True), ("trio", False)],
-    ids=["asyncio", "asyncio-native", "trio"],
-)
-def test_cancelled_at_every_step(backend: Any, native: bool) -> None:
+@each_way
+def test_cancelled_at_every_step(backend: Literal["asyncio", "trio"], native: bool) -> None:
     async def loop(rollout: Rollout) -> None:
         await rollout.generate()
         if rollout.index == 1:
             raise ValueError("no")
 
-    step = 0
-    while True:
-        step += 1
+    def make() -> tuple[Engine, ScriptedController]:
         controller = ScriptedController(rate=10.0)
         task = spec(loop=loop, group_size=2, redundancy=2, sampling=Sampling(3), prompts=prompts(3))
-        engine = Engine(controller, task)
-        entered = False
+        return Engine(controller, task), controller
 
-        async def operation() -> None:
-            nonlocal entered
-            async with engine:  # noqa: B023
-                entered = True
-                await engine.next_batch(2)  # noqa: B023
-
-        report = cancel_at_step(operation, step, backend=backend, native=native)
-        assert report.tasks_left == 0
-        assert not controller.open
-        if entered:
-            assert_conserved(engine, committed=controller.committed)
-            assert engine.statistics().total("flight") == 0
-        if not report.cancelled:
-            break
-    assert step > 40
+    cancelled_at_every_step(make, lambda engine: engine.next_batch(2), backend, native)

@@ -912,9 +912,10 @@ class Engine:
 
     def _settled(self, task: str, row: Row) -> None:
         """A group of a task has ended: a batch may be complete, and there may be room for another."""
-        self._entered().producers[task].settled(row)
-        self._ready.ring()
         parts = self._entered()
+        parts.producers[task].settled(row)
+        # Before the producer, which would start groups first. It rings too, but only while it lacks some.
+        self._ready.ring()
         parts.admission.changed(task)
         parts.eviction.settled()
 

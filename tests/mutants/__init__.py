@@ -201,8 +201,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a settled group wakes nobody",
         (
             "_engine.py",
-            "        self._ready.ring()\n        parts = self._entered()\n        parts.admission.changed(task)\n",
-            "        parts = self._entered()\n",
+            "        self._ready.ring()\n        parts.admission.changed(task)\n        parts.eviction.settled()\n",
+            "        parts.eviction.settled()\n",
         ),
     ),
     _mutant(
@@ -393,6 +393,18 @@ MUTANTS: tuple[Mutant, ...] = (
 )
 
 FOCUSED: tuple[tuple[str, Mutant], ...] = (
+    (
+        "test_producing.py",
+        _mutant(
+            "I7",
+            "a batch that is complete wakes nobody before the stall report",
+            (
+                "_engine.py",
+                "        self._ready.ring()\n        parts.admission.changed(task)\n",
+                "        parts.admission.changed(task)\n",
+            ),
+        ),
+    ),
     (
         "test_torch_adapter.py",
         _mutant(
