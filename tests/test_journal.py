@@ -116,7 +116,7 @@ def test_a_codec_keeps_any_type() -> None:
     plain = encode([Point(1, 2)], "f returned")
     assert plain == [Coded("tests.test_journal.Point", [1, 2])]
     assert decode(plain) == [Point(1, 2)]
-    assert fingerprint([Point(1, 2)]) != fingerprint([Point(1, 3)])
+    assert fingerprint([Point(1, 2)], "f") != fingerprint([Point(1, 3)], "f")
     with pytest.raises(ValueError, match="has a codec already"):
         register_codec(Point, encode=unpack, decode=lambda pair: Point(0, 0))
     with pytest.raises(TypeError, match="needs no codec"):
@@ -141,7 +141,12 @@ def test_a_codec_that_fails_is_named() -> None:
         encode(Bad(), "f returned")
     with pytest.raises(LoopError, match="codec of bad can't decode"):
         decode(Coded("bad", 1))
-    assert fingerprint([Bad()]) == fingerprint([Bad()])
+    for argument in (Bad(), [Bad()], {"it": (Bad(),)}):
+        with pytest.raises(
+            LoopError, match=r"f was given a .*Bad that its codec can't encode"
+        ) as caught:
+            fingerprint([1, argument], "f was given")
+        assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_values_are_compared_with_their_types() -> None:
@@ -153,12 +158,14 @@ def test_values_are_compared_with_their_types() -> None:
 
 
 def test_fingerprints_tell_arguments_apart() -> None:
-    assert fingerprint([1, "a"]) == fingerprint([1, "a"])
-    assert fingerprint([1, "a"]) != fingerprint(["a", 1])
-    assert fingerprint([[1], 2]) != fingerprint([[1, 2]])
-    assert fingerprint([b"a"]) != fingerprint([b"b"])
-    assert fingerprint([object()]) == fingerprint([object()])
-    assert fingerprint([{(1, 2): 3}]) == fingerprint([{(1, 2): 4}])  # of these, the type alone
+    assert fingerprint([1, "a"], "f") == fingerprint([1, "a"], "f")
+    assert fingerprint([1, "a"], "f") != fingerprint(["a", 1], "f")
+    assert fingerprint([[1], 2], "f") != fingerprint([[1, 2]], "f")
+    assert fingerprint([b"a"], "f") != fingerprint([b"b"], "f")
+    assert fingerprint([object()], "f") == fingerprint([object()], "f")
+    assert fingerprint([{(1, 2): 3}], "f") == fingerprint(
+        [{(1, 2): 4}], "f"
+    )  # of these, the type alone
 
 
 def test_what_a_function_says_it_returns_is_known_beforehand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import anyio
@@ -19,6 +20,7 @@ from rollnest import (
     Sampling,
     SyncStrategy,
     TaskSpec,
+    register_codec,
     tool_key,
 )
 from rollnest.abc import Attempt
@@ -348,14 +350,27 @@ async def test_evictions_never_use_up_a_retry() -> None:
     assert_conserved(engine, committed=controller.committed)
 
 
+class Uncodable:
+    """Something that its codec can't keep."""
+
+
+def encode_nothing(_: Uncodable) -> object:
+    raise ZeroDivisionError
+
+
+def decode_nothing(_: object) -> Uncodable:
+    return Uncodable()
+
+
 async def test_a_tools_result_is_refused_before_its_effect_where_that_is_known() -> None:
+    register_codec(Uncodable, encode=encode_nothing, decode=decode_nothing)
     effects: list[str] = []
 
     async def says_so() -> range:
         effects.append("said")
         return range(3)
 
-    async def says_nothing() -> Any:
+    async def says_nothing(_: object = None) -> Any:
         effects.append("unsaid")
         return {1, 2}
 
@@ -365,6 +380,8 @@ async def test_a_tools_result_is_refused_before_its_effect_where_that_is_known()
             await rollout.tool(says_so)
         with pytest.raises(LoopError, match=r"tool says_nothing returned a set, .*register_codec"):
             await rollout.tool(says_nothing)
+        with pytest.raises(LoopError, match=r"tool says_nothing was given a .*Uncodable that its"):
+            await rollout.tool(partial(says_nothing, Uncodable()))
         with pytest.raises(ValueError, match="replay must be"):
             await rollout.tool(look_up, 1, replay="never")  # type: ignore[call-overload]
         with pytest.raises(ValueError, match="on_unknown must be"):

@@ -72,7 +72,9 @@ def register_codec(
 
     Args:
         kind: The type.
-        encode: Returns what to keep of an object: JSON values, bytes, or anything that has a codec.
+        encode: Returns what to keep of an object: JSON values, bytes, or anything that has a codec. It is asked about a
+            tool's arguments too, since they tell its calls apart. If it raises, `rollout.tool` raises a `LoopError`:
+            before the call for an argument, after it for a result.
         decode: Makes an equal object of it.
         name: What it is kept under; the type's module and name by default. Keep it when you move the type.
 
@@ -140,13 +142,24 @@ def same(one: Plain, other: Plain) -> bool:
     return _canonical(one) == _canonical(other)
 
 
-def fingerprint(arguments: Sequence[object]) -> str:
+def fingerprint(arguments: Sequence[object], said: str) -> str:
     """Returns 16 hex digits that tell a call's arguments apart.
 
     Of what a journal can't hold, the type alone counts.
+
+    Args:
+        arguments: What it is called with.
+        said: How the error's message begins.
+
+    Raises:
+        LoopError: A codec failed. By its type alone, the argument would be taken for another, and the call be given
+            another call's result.
     """
-    said = "\n".join([_canonical(argument) for argument in arguments])
-    return blake2b(said.encode(), digest_size=8).hexdigest()
+    try:
+        text = "\n".join([_canonical(argument) for argument in arguments])
+    except _Unrecordable as error:
+        raise LoopError(f"{said} {error.what}") from error.__cause__
+    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def unrecordable_return(function: Callable[..., object]) -> str | None:
@@ -188,11 +201,14 @@ def _encode(value: object) -> Plain:
     codec = _BY_TYPE.get(kind)
     if codec is None:
         raise _Unrecordable(f"a {_name(kind)}")
+    return Coded(codec.name, _encode(_coded(codec, value)))
+
+
+def _coded(codec: _Codec, value: object) -> object:
     try:
-        inner = codec.encode(value)
+        return codec.encode(value)
     except Exception as error:
-        raise _Unrecordable(f"a {_name(kind)} that its codec can't encode") from error
-    return Coded(codec.name, _encode(inner))
+        raise _Unrecordable(f"a {_name(type(value))} that its codec can't encode") from error
 
 
 def _canonical(value: object) -> str:
@@ -209,10 +225,7 @@ def _described(value: object) -> object:
         return {value.name: value.value}
     codec = _BY_TYPE.get(type(value))
     if codec is not None:
-        try:
-            return {codec.name: codec.encode(value)}
-        except Exception:
-            pass
+        return {codec.name: _coded(codec, value)}
     return {"type": _name(type(value))}
 
 

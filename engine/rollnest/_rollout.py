@@ -309,7 +309,8 @@ class Rollout:
 
         Raises:
             ToolError: It raised, or ran out of time, now or when it was recorded.
-            LoopError: A journal can't hold what it returned. Where its annotation says so, it is not called at all.
+            LoopError: A journal can't hold what it returned, or a codec failed. It is not called at all where its
+                annotation says so, or where the codec of an argument failed.
             ValueError: `replay` or `on_unknown` is none of these.
 
         Cancellation: an async tool is cancelled; a sync one's thread is abandoned.
@@ -683,7 +684,8 @@ def _identity(function: Callable[..., object], args: Sequence[object]) -> tuple[
         bound = cast("partial[object]", function)
         args = (*bound.args, bound.keywords, *args)
         function = bound.func
-    return getattr(function, "__name__", type(function).__qualname__), fingerprint(args)
+    name = getattr(function, "__name__", type(function).__qualname__)
+    return name, fingerprint(args, f"tool {name} was given")
 
 
 def _result(outcome: Outcome, error: type[RollnestError]) -> Any:
