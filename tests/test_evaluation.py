@@ -64,7 +64,7 @@ async def _into(got: list[Any], call: Callable[[], Any]) -> None:
 def settled(engine: Engine, controller: ScriptedController) -> None:
     assert not controller.open
     assert controller.while_paused == 0
-    assert not engine._entered().evaluations.live
+    assert not engine._entered().evaluations.live  # pyright: ignore[reportPrivateUsage]
     assert engine.statistics().total("flight") == 0
     assert_conserved(engine, committed=controller.committed)
 
@@ -227,8 +227,8 @@ async def test_it_overlaps_production_and_shares_the_slots() -> None:
     controller = Counting(rate=10.0)
     task = spec(strategy=AsyncStrategy(lead=3), judger=judge)
     engine = Engine(controller, task, batch_size=4, capacity=Capacity(turns=5, judges=3))
+    got: list[EvalResult] = []
     async with engine, create_task_group() as group:
-        got: list[EvalResult] = []
         for _ in range(3):
             group.start_soon(_into, got, lambda: engine.evaluate(heldout(judger=judge)))
         batches = [await engine.next_batch() for _ in range(4)]
@@ -259,11 +259,11 @@ async def test_groups_at_once_are_bounded_like_the_turns() -> None:
 @pytest.mark.parametrize("mode", list(PauseMode))
 async def test_a_pause_waits_for_an_evaluation(mode: PauseMode) -> None:
     controller = ScriptedController(rate=1.0, stop_every=10_000)
+    got: list[EvalResult] = []
+    later: list[EvalResult] = []
     async with Engine(controller, spec()) as engine, create_task_group() as group:
-        got: list[EvalResult] = []
         group.start_soon(_into, got, lambda: engine.evaluate(heldout()))
         await anyio.sleep(5)
-        later: list[EvalResult] = []
         async with engine.paused(mode) as pause:
             assert 20 <= current_time() <= 21
             assert len(got) == 1
@@ -282,8 +282,8 @@ async def test_a_pause_waits_for_an_evaluation(mode: PauseMode) -> None:
 async def test_a_pause_that_waits_lets_production_go_on_and_no_other_evaluation_begin() -> None:
     controller = ScriptedController(rate=1.0, stop_every=10_000)
     task = spec(strategy=AsyncStrategy(lead=50, max_staleness=50))
+    got: list[EvalResult] = []
     async with Engine(controller, task, batch_size=1) as engine, create_task_group() as group:
-        got: list[EvalResult] = []
         group.start_soon(_into, got, lambda: engine.evaluate(heldout()))
         await anyio.sleep(5)
         ready = engine.statistics().tasks["task"].ready
@@ -304,8 +304,8 @@ async def test_a_pause_that_waits_lets_production_go_on_and_no_other_evaluation_
 @anyio_only
 async def test_a_pause_waits_no_longer_than_the_evaluations_patience() -> None:
     controller = ScriptedController(rate=1.0, stop_every=10_000)
+    got: list[EvalResult] = []
     async with Engine(controller, spec()) as engine, create_task_group() as group:
-        got: list[EvalResult] = []
         group.start_soon(_into, got, lambda: engine.evaluate(heldout(), patience=7.0))
         await anyio.sleep(5)
         for expected in (12, 12):  # the second pause does not wait for it again
@@ -323,8 +323,8 @@ async def test_new_weights_cancel_an_evaluation_that_asked_for_it_and_a_mere_pau
     None
 ):
     controller = ScriptedController(rate=1.0, stop_every=10_000)
+    got: list[object] = []
     async with Engine(controller, spec()) as engine, create_task_group() as group:
-        got: list[object] = []
 
         async def evaluate() -> object:
             try:
@@ -353,8 +353,8 @@ async def test_new_weights_cancel_an_evaluation_that_asked_for_it_and_a_mere_pau
 @anyio_only
 async def test_an_evaluation_that_goes_on_says_what_made_it() -> None:
     controller = ScriptedController(rate=1.0, stop_every=10_000)
+    got: list[EvalResult] = []
     async with Engine(controller, spec()) as engine, create_task_group() as group:
-        got: list[EvalResult] = []
         group.start_soon(_into, got, lambda: engine.evaluate(heldout(), on_update="mark"))
         await anyio.sleep(5)
         async with engine.paused() as pause:
@@ -375,8 +375,8 @@ async def test_in_a_pause_it_waits_and_the_pauser_itself_may_not_call_it(
     mode: PauseMode, on_update: Literal["wait", "cancel", "mark"]
 ) -> None:
     controller = ScriptedController(rate=10.0)
+    got: list[EvalResult] = []
     async with Engine(controller, spec()) as engine, create_task_group() as group:
-        got: list[EvalResult] = []
         async with engine.paused(mode) as pause:
             with pytest.raises(EngineBusy, match="inside paused"):
                 await engine.evaluate(heldout())
@@ -393,8 +393,8 @@ async def test_in_a_pause_it_waits_and_the_pauser_itself_may_not_call_it(
 @anyio_only
 async def test_a_pauser_that_is_cancelled_while_it_waits_leaves_everything_as_it_was() -> None:
     controller = ScriptedController(rate=1.0, stop_every=10_000)
+    got: list[EvalResult] = []
     async with Engine(controller, spec()) as engine, create_task_group() as group:
-        got: list[EvalResult] = []
         group.start_soon(_into, got, lambda: engine.evaluate(heldout()))
         await anyio.sleep(1)
         with move_on_after(3) as scope:
@@ -421,8 +421,9 @@ async def test_the_engines_end_ends_evaluations() -> None:
         except EngineClosed as error:
             errors.append(error)
 
+    engine = Engine(controller, spec())
     async with create_task_group() as group:
-        async with Engine(controller, spec()) as engine:
+        async with engine:
             group.start_soon(evaluate, engine)
             await anyio.sleep(3)
         assert not controller.open
@@ -620,7 +621,7 @@ def test_cancelled_at_every_step(
         ), controller
 
     def check(engine: Engine, controller: ScriptedController, where: str) -> None:
-        assert not engine._entered().evaluations.live, where
+        assert not engine._entered().evaluations.live, where  # pyright: ignore[reportPrivateUsage]
 
     cancelled_at_every_step(make, state, backend, native, check=check)
 
@@ -650,7 +651,7 @@ def test_the_call_alone_is_cancelled_at_every_step_and_the_engine_goes_on(
 
                         group.start_soon(cancel)
                         await engine.evaluate(heldout(2, judger=judge))
-                assert not engine._entered().evaluations.live
+                assert not engine._entered().evaluations.live  # pyright: ignore[reportPrivateUsage]
                 assert not controller.open
                 batch: Batch = await engine.next_batch(1)
                 assert len(batch) == 1

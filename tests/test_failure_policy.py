@@ -315,8 +315,9 @@ async def test_bug_040_an_engine_in_which_everything_fails_stops_and_says_why() 
 
     policy = FailurePolicy(max_failures_in_a_row=20)
     task = spec(loop=loop, failures=policy, starve_after=1000, shuffle=False)
+    engine = Engine(ScriptedController(), task)
     with pytest.raises(EngineBroken) as caught:
-        async with Engine(ScriptedController(), task) as engine:
+        async with engine:
             await engine.next_batch(2)
     said = str(caught.value)
     assert "task 'task' had 20 failures in a row (20 loop), and no sample that completed" in said

@@ -102,7 +102,9 @@ async def test_the_default_is_each_member_side_by_side() -> None:
         async def generate_group(self, group: LiveGroup) -> None:
             await super().generate_group(group)
 
-    script = lambda _: Reply([5, 0], delay=1.0)  # noqa: E731
+    def script(_: Attempt) -> Reply:
+        return Reply([5, 0], delay=1.0)
+
     async with Engine(ScriptedController(script), spec(loop=Default(), group_size=4)) as engine:
         batch = await engine.next_batch(1)
         assert current_time() == pytest.approx(1.0)
@@ -395,7 +397,9 @@ async def test_dropping_a_running_member_cancels_it() -> None:
         assert [s.status for s in ended] == [Status.COMPLETED, Status.COMPLETED, Status.ABORTED]
         assert len(group.rollouts) == 2
 
-    script = lambda a: Reply([5, 0], delay=100.0 if a.affinity.endswith("/2") else 1.0)  # noqa: E731
+    def script(attempt: Attempt) -> Reply:
+        return Reply([5, 0], delay=100.0 if attempt.affinity.endswith("/2") else 1.0)
+
     controller = ScriptedController(script)
     group, engine, recording = await one(solve, controller=controller, group_size=3)
     assert len(group) == 2
@@ -520,8 +524,8 @@ async def test_a_pause_is_not_seen_by_a_group_loop() -> None:
 
     controller = ScriptedController(rate=10.0, stop_every=10_000)
     task = spec(loop=GroupLoop(solve))
+    batches: list[Batch] = []
     async with Engine(controller, task) as engine, create_task_group() as tasks:
-        batches: list[Batch] = []
 
         async def take() -> None:
             batches.append(await engine.next_batch(1))

@@ -292,10 +292,11 @@ async def test_an_outage_that_does_not_end_breaks_the_engine_with_its_causes(han
         return Reply([5], delay=1e9) if hanging else down()
 
     controller = Counting(script)
+    engine = Engine(controller, spec(), outage=100.0)
     with pytest.raises(
         EngineBroken, match="no request to the policy's server worked for 100 s"
     ) as caught:
-        async with Engine(controller, spec(), outage=100.0) as engine:
+        async with engine:
             await engine.next_batch(4)
     assert 100 <= current_time() <= 105
     assert InferenceError in {type(cause) for cause in caught.value.causes}
@@ -308,8 +309,9 @@ async def test_an_outage_that_does_not_end_breaks_the_engine_with_its_causes(han
 async def test_one_prompt_alone_that_nothing_can_witness_for_breaks_the_engine_too() -> None:
     controller = Counting(in_turn(down))
     task = spec(prompts=prompts(1), epochs=1, group_size=1)
+    engine = Engine(controller, task, outage=50.0)
     with pytest.raises(EngineBroken, match="503: down"):
-        async with Engine(controller, task, outage=50.0) as engine:
+        async with engine:
             await engine.next_batch(1)
     assert (
         engine.statistics().tasks["task"].waiting == 1
@@ -328,8 +330,9 @@ async def test_hanging_answers_are_no_outage_while_others_come() -> None:
     controller = Counting(script)
     task = spec(group_size=1, prompts=prompts(8), epochs=1, shuffle=False)
     started = current_time()
+    engine = Engine(controller, task, outage=200.0)
     with pytest.raises(EngineBroken):
-        async with Engine(controller, task, outage=200.0) as engine:
+        async with engine:
             await engine.next_batch(8)
     assert 0 <= current_time() - started - (8 * 40 + 200) <= 1
     settled(engine, controller)
@@ -359,11 +362,11 @@ async def test_limits_stand_still_in_an_outage() -> None:
 async def test_a_pause_in_an_outage(mode: PauseMode) -> None:
     controller = Counting(down_until(60))
     recording = RecordingInstrument()
+    got: list[Batch] = []
     async with (
         Engine(controller, spec(), instruments=[recording], outage=100.0) as engine,
         create_task_group() as group,
     ):
-        got: list[Batch] = []
         group.start_soon(_append, got, engine)
         await anyio.sleep(20)
         assert recording.named("outage_began")
@@ -388,7 +391,10 @@ async def _append(got: list[Batch], engine: Engine, n: int = 2) -> None:
 
 @anyio_only
 async def test_a_pause_while_a_probe_hangs() -> None:
-    controller = Counting(lambda a: Reply([5], delay=1e9) if a.max_tokens == 1 else down())
+    def script(attempt: Attempt) -> Reply:
+        return Reply([5], delay=1e9) if attempt.max_tokens == 1 else down()
+
+    controller = Counting(script)
     async with Engine(controller, spec(), outage=100.0) as engine, create_task_group() as group:
         group.start_soon(_swallow, engine)
         await anyio.sleep(20)
@@ -425,11 +431,11 @@ async def test_a_server_that_refuses_control_calls_too_does_not_break_a_pause_in
                 raise InferenceError("connection refused", retryable=True)
 
     controller = Dead(down_until(200))
+    got: list[Batch] = []
     async with (
         Engine(controller, spec(), control_timeout=10.0) as engine,
         create_task_group() as group,
     ):
-        got: list[Batch] = []
         group.start_soon(_append, got, engine)
         await anyio.sleep(20)
         with pytest.raises(PauseFailed, match="connection refused"):
@@ -489,8 +495,9 @@ async def test_a_server_that_goes_up_and_down_without_serving_anybody_breaks_the
         return down() if probes % 2 else Reply([5])
 
     controller = Counting(script)
+    engine = Engine(controller, spec(), outage=60.0)
     with pytest.raises(EngineBroken, match="worked for 60 s"):
-        async with Engine(controller, spec(), outage=60.0) as engine:
+        async with engine:
             await engine.next_batch(2)
     settled(engine, controller)
 
@@ -555,7 +562,7 @@ async def test_one_prompt_alone_shuts_nobody_out() -> None:
         assert not gate.barred
         fail(*(f"p{i}" for i in range(100)))
         assert gate.barred
-        assert len(outage._suspects) <= 16
+        assert len(outage._suspects) <= 16  # pyright: ignore[reportPrivateUsage]
         assert len(outage.causes) == 5
         assert "suspected" in repr(outage)
 

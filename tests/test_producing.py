@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Literal
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from rollnest import AllocationRequest, AsyncStrategy, Engine, Sample, SyncStrategy, _producer
+from rollnest import (
+    AllocationRequest,
+    AsyncStrategy,
+    Engine,
+    Group,
+    Sample,
+    SyncStrategy,
+    _producer,
+)
 from rollnest._strategies import Production
 from rollnest.abc import Attempt
 from rollnest.errors import EngineBroken, Starved, Stuck
@@ -18,6 +27,19 @@ from rollnest.testing import Reply, ScriptedController, assert_conserved
 from .helpers import prompts, spec
 
 pytestmark = pytest.mark.anyio
+
+
+def one_of(number: int) -> Callable[[Group], bool]:
+    """Keeps the last of each so many groups."""
+    return lambda group: group.visit % number == number - 1
+
+
+def none(group: Group) -> bool:
+    return False
+
+
+def first_two(group: Group) -> bool:
+    return group.visit < 2
 
 
 async def test_oversampling_starts_a_share_on_top() -> None:
@@ -141,9 +163,7 @@ async def test_the_default_lead_wastes_nothing_however_often_weights_are_publish
 ) -> None:
     """A policy that is faster than the trainer, and a filter that drops half: all of the bound is used, no more."""
     controller = ScriptedController(rate=1000.0)
-    task = spec(
-        strategy=AsyncStrategy(max_staleness=staleness), keep=lambda group: group.visit % 2 == 0
-    )
+    task = spec(strategy=AsyncStrategy(max_staleness=staleness), keep=one_of(2))
     lags: Counter[int] = Counter()
     async with Engine(controller, task, batch_size=2, publish_every=every) as engine:
         for step in range(1, 25):
@@ -261,7 +281,7 @@ async def test_a_closed_gate_is_not_stuck() -> None:
 
 async def test_groups_that_are_dropped_or_drawn_again_are_not_stuck() -> None:
     controller = ScriptedController(rate=10.0)
-    task = spec(keep=lambda group: group.visit % 5 == 4)
+    task = spec(keep=one_of(5))
     async with Engine(controller, task) as engine:
         for _ in range(3):
             assert len(await engine.next_batch(2)) == 2
@@ -321,7 +341,7 @@ async def test_starved_tells_each_reason_and_what_was_said_last() -> None:
             raise ValueError(f"no answer {sample.visit}")
         return 1.0
 
-    task = spec(judger=judge, keep=lambda group: False, starve_after=3, group_size=1, shuffle=False)
+    task = spec(judger=judge, keep=none, starve_after=3, group_size=1, shuffle=False)
     async with Engine(ScriptedController(rate=10.0), task) as engine:
         with pytest.raises(Starved, match=r"the last one: .* \(judge\): .*no answer \d") as caught:
             await engine.next_batch(2)
@@ -336,7 +356,7 @@ async def test_starved_does_not_speak_of_failures_before_the_last_good_group() -
             raise ValueError("long ago")
         return 1.0
 
-    task = spec(judger=judge, keep=lambda group: group.visit < 2, starve_after=3, group_size=1)
+    task = spec(judger=judge, keep=first_two, starve_after=3, group_size=1)
     async with Engine(ScriptedController(), task) as engine:
         await engine.next_batch(1)
         with pytest.raises(Starved, match=r"unusable \(3 filtered\)$") as caught:
