@@ -69,6 +69,7 @@ async def test_without_a_key_none_is_sent() -> None:
     async with server.serve(), HttpClient(server.url) as client:
         await client.post("/x")
     assert "authorization" not in server.requests[0].headers
+    assert server.requests[0].path == "/x"
 
 
 async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

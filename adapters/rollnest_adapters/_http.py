@@ -321,7 +321,7 @@ class HttpClient:
         pools, call = self._pools, f"{method} {self.base_url}{path}"
         if pools is None:
             raise HttpError(f"{call}: the client is not open", maybe_executed=False)
-        target = self._root.target + path.encode("ascii")
+        target = self._root.target.rstrip(b"/") + path.encode("ascii")
         if params:
             target += b"?" + urlencode(params).encode("ascii")
         root = self._root

@@ -5,10 +5,28 @@ Needs h11, which comes with the `http` extra.
 
 from __future__ import annotations
 
+from ._fake_policy import Decoding as Decoding
+from ._fake_policy import FakePolicy as FakePolicy
 from ._loopback import Dropped as Dropped
 from ._loopback import Exchange as Exchange
 from ._loopback import Handler as Handler
 from ._loopback import LoopbackServer as LoopbackServer
 from ._loopback import Request as Request
+from ._policy_server import Fault as Fault
+from ._policy_server import PolicyServer as PolicyServer
+from ._policy_server import Refused as Refused
+from ._vllm_server import VllmServer as VllmServer
 
-__all__ = ["Dropped", "Exchange", "Handler", "LoopbackServer", "Request"]
+__all__ = [
+    "Decoding",
+    "Dropped",
+    "Exchange",
+    "FakePolicy",
+    "Fault",
+    "Handler",
+    "LoopbackServer",
+    "PolicyServer",
+    "Refused",
+    "Request",
+    "VllmServer",
+]
