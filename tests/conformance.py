@@ -329,6 +329,7 @@ async def check_late_tokens_are_counted_and_not_committed(case: ControllerCase) 
 async def check_tokens_of_a_given_up_attempt_are_not_recorded(case: ControllerCase) -> None:
     async with case.open() as controller:
         one = attempt(case.prompt(0))
+        held = 0
         with anyio.fail_after(HANG):
             async with anyio.create_task_group() as tasks, case.stall(after=3) as stall:
                 tasks.start_soon(controller.generate, one)
@@ -343,7 +344,7 @@ async def check_tokens_of_a_given_up_attempt_are_not_recorded(case: ControllerCa
 @_check
 async def check_no_forward_pass_while_paused(case: ControllerCase) -> None:
     async with case.open() as controller:
-        one, during = attempt(case.prompt(0)), attempt(case.prompt(1))
+        one, during, passes = attempt(case.prompt(0)), attempt(case.prompt(1)), 0
         with anyio.fail_after(HANG):
             async with anyio.create_task_group() as tasks:
                 async with case.stall(after=3) as stall:
@@ -465,7 +466,7 @@ async def check_release_and_reload_change_nothing(case: ControllerCase) -> None:
 @_check
 async def check_an_update_comes_between_weights_and_cache(case: ControllerCase) -> None:
     async with case.open() as controller:
-        if controller.capabilities.release_tags != {"kv", "weights"}:
+        if len(controller.capabilities.release_tags) < 2:
             return
         with anyio.fail_after(HANG):
             before = await answer(controller, case.prompt(0))

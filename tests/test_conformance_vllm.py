@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -46,7 +46,7 @@ class VllmCase(ControllerCase):
         self.stream_every = stream_every
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[InferenceController]:
+    async def open(self) -> AsyncGenerator[InferenceController]:
         self.server.policy.restart()
         async with self.server.serve():
             async with VllmController(
@@ -61,7 +61,7 @@ class VllmCase(ControllerCase):
         return [1 + number, 7, 5]
 
     @asynccontextmanager
-    async def stall(self, *, after: int) -> AsyncIterator[Stall]:
+    async def stall(self, *, after: int) -> AsyncGenerator[Stall]:
         with self.server.stalled(after=after):
             yield AllStand(self)
 
