@@ -27,6 +27,7 @@ MODULES = [
     "rollnest.abc",
     "rollnest.errors",
     "rollnest.advantages",
+    "rollnest.filters",
     "rollnest.testing",
     "rollnest.testing.strategies",
     "rollnest.testing.servers",

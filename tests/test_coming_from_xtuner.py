@@ -56,7 +56,7 @@ def resolve(name: str) -> None:
     if steps[0] == "rollnest_adapters":
         thing: Any = import_module(".".join(steps[:2]))
         steps = steps[2:]
-    elif steps[0] in ("abc", "errors", "advantages", "testing"):
+    elif steps[0] in ("abc", "errors", "advantages", "filters", "testing"):
         thing = import_module(f"rollnest.{steps[0]}")
         steps = steps[1:]
     else:

@@ -42,6 +42,7 @@ LAYERS: list[list[str]] = [
         "_table",
         "_tools",
         "advantages",
+        "filters",
     ],
     # 2: primitives
     [
@@ -247,7 +248,8 @@ HEAVY = (
 
 
 @pytest.mark.parametrize(
-    "module", ["rollnest", "rollnest.abc", "rollnest.advantages", "rollnest.errors"]
+    "module",
+    ["rollnest", "rollnest.abc", "rollnest.advantages", "rollnest.errors", "rollnest.filters"],
 )
 def test_importing_the_engine_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
