@@ -33,6 +33,7 @@ MODULES = [
     "rollnest.testing.servers",
     "rollnest_adapters.transformers",
     "rollnest_adapters.vllm",
+    "rollnest_adapters.pool",
     "rollnest_adapters.tokenizer",
     "rollnest_adapters.torch",
     "rollnest_adapters.bench",

@@ -10,6 +10,9 @@ again, a few times, further and further apart. Only two things then decide whose
                             forgiven, and nothing fails because of it
     no request works for too long -> the engine breaks, with the last causes
 
+A request whose server is gone while others of the policy live (`InferenceError.failover`) is sent again at once, and
+proves nothing of this; unless one turn meets that too often in a row.
+
 So a server that is down costs no prompt, and a prompt that the server can't take costs no other one anything. "In a
 row" and "since" are counted in failures, not in seconds: a request proves something about the server if it was sent
 after so many failures and worked.
@@ -185,10 +188,11 @@ class Retries:
         self._prompt = prompt
         self._tries = 0
         self._sent = 0
+        self._moves = 0  # to another server, in a row
         self._last = 0  # number of the last failure
         self._outages = outage.count
 
-    async def again(self, error: Exception, attempt: Attempt, *, gained: bool) -> None:
+    async def again(self, error: InferenceError, attempt: Attempt, *, gained: bool) -> None:
         """Takes note of a failure, and returns when the request may go to the gate again.
 
         Args:
@@ -201,6 +205,12 @@ class Retries:
 
         Cancellation: the failure is taken note of all the same.
         """
+        if gained:
+            self._moves = 0
+        if error.failover and self._moves < _TRIES:
+            self._moves += 1
+            await checkpoint()
+            return
         outage = self._outage
         proved = self._tries > 0 and outage.proof >= self._last
         if self._outages != outage.count:

@@ -61,14 +61,22 @@ class InferenceError(RollnestError):
         retryable: Whether the same request may succeed when it is sent again: the server is down or overloaded. The
             engine sends it again, and no sample fails for it unless the server works for others.
         maybe_executed: Whether the server may have generated something for it.
+        failover: Whether the server that had it is gone, and another of the policy's takes it over. It is retryable
+            then; the engine sends it again at once, and does not take it as a sign that the policy is down.
     """
 
     def __init__(
-        self, message: str, *, retryable: bool = False, maybe_executed: bool = True
+        self,
+        message: str,
+        *,
+        retryable: bool = False,
+        maybe_executed: bool = True,
+        failover: bool = False,
     ) -> None:
         super().__init__(message)
-        self.retryable = retryable
+        self.retryable = retryable or failover
         self.maybe_executed = maybe_executed
+        self.failover = failover
 
 
 class LoopError(RollnestError):
