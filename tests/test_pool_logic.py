@@ -247,12 +247,13 @@ def test_a_pool_can_do_what_each_of_its_servers_can() -> None:
 
 
 def test_servers_that_serve_another_policy_are_no_pool() -> None:
-    for options, named in [
+    differing: list[tuple[dict[str, Any], str]] = [
         ({"vocab_size": 99}, "'a' and 'b' differ in vocab_size: 100 and 99"),
         ({"logprobs": "raw"}, "'a' and 'b' differ in logprobs: 'processed' and 'raw'"),
         ({"stop_token_ids": {1}}, r"'a' and 'b' differ in stop_token_ids: \{\} and \{1\}"),
         ({"fixed": {"top_p": 0.9}}, "'a' and 'b' differ in top_p: 1.0 and 0.9"),
-    ]:
+    ]
+    for options, named in differing:
         with pytest.raises(ValueError, match=named):
             meet({"a": can(), "b": can(**options)})
 
