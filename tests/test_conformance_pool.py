@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 
 import anyio
@@ -49,7 +49,7 @@ class PoolCase(ControllerCase):
         return [1 + number, 7, 5]
 
     @asynccontextmanager
-    async def stall(self, *, after: int) -> AsyncIterator[Stall]:
+    async def stall(self, *, after: int) -> AsyncGenerator[Stall]:
         with ExitStack() as stack:
             yield AnyStall(
                 [stack.enter_context(s.stalled(after=after)) for s in self.servers.values()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -42,9 +42,8 @@ pytestmark = pytest.mark.anyio
 
 def server(script: Script | None = None, **options: Any) -> ScriptedController:
     """Makes ten tokens a second, each of them sent at once."""
-    return ScriptedController(
-        script, **({"rate": 10.0, "stop_every": 10**9, "stream": True} | options)
-    )
+    defaults: dict[str, Any] = {"rate": 10.0, "stop_every": 10**9, "stream": True}
+    return ScriptedController(script, **(defaults | options))
 
 
 def two(**options: Any) -> dict[str, ScriptedController]:
@@ -70,7 +69,7 @@ def settled(engine: Engine, servers: Collection[ScriptedController]) -> None:
 
 
 @contextmanager
-def fails(match: str, *, failover: bool = False) -> Iterator[None]:
+def fails(match: str, *, failover: bool = False) -> Generator[None]:
     with pytest.raises(InferenceError, match=match) as caught:
         yield
     assert caught.value.retryable
@@ -87,19 +86,18 @@ async def test_a_server_that_dies_costs_no_rollout_and_no_token(silent: bool) ->
         group_size=1, prompts=[Prompt(f"p{i}", token_ids=[1 + i]) for i in range(100)], epochs=1
     )
     pool = ControllerPool(servers)
+    batches: list[Any] = []
+    held: dict[Attempt, list[int]] = {}
     async with Engine(pool, task, instruments=[recording]) as engine:
         async with create_task_group() as tasks:
-            batches: list[Any] = []
 
             async def take() -> None:
                 batches.append(await engine.next_batch(100))
 
             tasks.start_soon(take)
             await sleep(0.85)
-            held = {
-                answering.attempt: answering.attempt.received.ids.tolist()
-                for answering in servers["a"].open.values()
-            }
+            for answering in servers["a"].open.values():
+                held[answering.attempt] = answering.attempt.received.ids.tolist()
             assert len(held) >= 20
             assert sum(len(ids) >= 8 for ids in held.values()) >= 10
             servers["a"].crash(silent=silent)
@@ -178,10 +176,11 @@ async def test_a_pool_that_never_comes_back_breaks_the_engine_with_the_causes() 
                 one.crash()
 
         tasks.start_soon(crash)
-        with fail_after(200), pytest.raises(EngineBroken) as caught:
+        with pytest.raises(EngineBroken) as caught:
             async with Engine(ControllerPool(servers), spec(), outage=100.0) as engine:
                 await engine.next_batch(1)
-    assert any("connection refused" in str(cause) for cause in caught.value.causes)
+        assert 100 < current_time() < 200
+        assert any("connection refused" in str(cause) for cause in caught.value.causes)
 
 
 async def test_bug_088_a_server_that_dies_under_its_requests_keeps_no_slot() -> None:
@@ -209,10 +208,10 @@ async def test_bug_088_a_server_that_dies_under_its_requests_keeps_no_slot() -> 
 async def test_bug_089_what_a_dead_server_had_answered_is_kept_and_the_rest_goes_elsewhere() -> (
     None
 ):
-    servers = two(
-        script=lambda one: Reply([5] * one.max_tokens, delay=0.1 * one.max_tokens),
-        stream=False,
-    )
+    def script(one: Attempt) -> Reply:
+        return Reply([5] * one.max_tokens, delay=0.1 * one.max_tokens)
+
+    servers = two(script=script, stream=False)
     pool = ControllerPool(servers)
     async with pool:
         many = [attempt(number, max_tokens=2 if number < 4 else 20) for number in range(10)]

@@ -220,7 +220,8 @@ def test_bad_options_of_a_limit(options: Any, error: type[Exception], named: str
 
 
 def can(**options: Any) -> Capabilities:
-    return Capabilities(**({"vocab_size": 100, "max_context": 512} | options))
+    defaults: dict[str, Any] = {"vocab_size": 100, "max_context": 512}
+    return Capabilities(**(defaults | options))
 
 
 def test_a_pool_can_do_what_each_of_its_servers_can() -> None:
