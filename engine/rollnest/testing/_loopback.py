@@ -118,7 +118,7 @@ class Exchange:
         """Sends bytes past HTTP."""
         try:
             await self._stream.send(data)
-        except anyio.BrokenResourceError:
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise Dropped from None
 
     async def drop(self, *, reset: bool = False) -> None:

@@ -35,6 +35,7 @@ class Fault:
         silent: Never answers.
         deaf: How many aborts of it are not heard; -1 is all.
         admitted: Until it is set the server has accepted the request and does not know it: aborts miss it.
+        overrun: How many tokens are made beyond the cap.
         edit: Changes what is sent: the answer, or each part of a stream. What it returns is sent; bytes as they are.
         done: Whether a stream ends with its `[DONE]`.
     """
@@ -48,6 +49,7 @@ class Fault:
     silent: bool = False
     deaf: int = 0
     admitted: anyio.Event | None = None
+    overrun: int = 0
     edit: Callable[[Any], Any] | None = None
     done: bool = True
 
@@ -72,6 +74,7 @@ class PolicyServer(ABC):
         faults: For the next requests for tokens, in order; `None` is none.
         fault: For every request, when there is none in `faults`.
         broken: Answers every request, control calls too, with this status; `None` is none.
+        overrides: Routes that answer otherwise, by method and path (`"POST /pause"`); `None` is one that isn't there.
         bodies: What was asked for, of every request for tokens that was accepted.
         aborts: Ids of every abort, in order, as they came; `None` is all.
         calls: Method and path of every request.
@@ -98,6 +101,7 @@ class PolicyServer(ABC):
         self.faults: deque[Fault | None] = deque()
         self.fault: Fault | None = None
         self.broken: int | None = None
+        self.overrides: dict[str, Route | None] = {}
         self.bodies: list[dict[str, Any]] = []
         self.aborts: list[list[str] | None] = []
         self._api_key = api_key
@@ -168,7 +172,8 @@ class PolicyServer(ABC):
             if (request.method, request.path) == ("POST", self.generates):
                 await self._generate(exchange)
                 return
-            route = self.routes().get(f"{request.method} {request.path}")
+            name = f"{request.method} {request.path}"
+            route = {**self.routes(), **self.overrides}.get(name)
             if route is None:
                 raise Refused(404, {"detail": "Not Found"})
             await exchange.reply(await route(exchange))
@@ -185,6 +190,7 @@ class PolicyServer(ABC):
         fault = self.faults.popleft() if self.faults else self.fault
         fault = fault or Fault()
         decoding.deaf = fault.deaf
+        decoding.max_tokens += fault.overrun
         if await self._fails(exchange, fault):
             return
         async with anyio.create_task_group() as tasks:
