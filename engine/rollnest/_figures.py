@@ -63,7 +63,14 @@ class GroupFigures:
             group,
             len(samples),
             sum([s.policy_tokens for s in samples]),
-            sum([_masked(segment) for s in samples for segment in s.segments]),
+            sum(
+                [
+                    _masked(segment)
+                    for s in samples
+                    for segment in s.segments
+                    if segment.trained_from
+                ]
+            ),
             sum(lengths),
             max(lengths),
             sum([s.truncated for s in samples]),
@@ -76,6 +83,4 @@ class GroupFigures:
 
 
 def _masked(segment: Segment) -> int:
-    if not segment.trained_from:
-        return 0
     return segment.response.policy_tokens - bytes(segment.mask).count(1)

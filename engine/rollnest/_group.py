@@ -118,8 +118,10 @@ class GroupRunner:
             if sample.status is Status.COMPLETED and sample.index not in row.kept:
                 self.produced.add(sample)
         try:
-            samples = self._chosen(self._refined, row, samples)
-            samples = self._chosen(self._filtered, row, samples)
+            if self._spec.refine is not None:
+                samples = self._chosen(self._refined, row, samples)
+            if self._spec.keep is not None:
+                samples = self._chosen(self._filtered, row, samples)
         except BaseException as error:  # an exit, or Ctrl-C: the row settles all the same
             samples = _all_failed(samples, error)
             self._on_break("production failed", error)
@@ -146,8 +148,7 @@ class GroupRunner:
 
     def _refined(self, row: Row, samples: Sequence[Sample]) -> Sequence[Sample]:
         refine = self._spec.refine
-        if refine is None:
-            return samples
+        assert refine is not None
         answer: Any = refine(Group(self._spec.name, row.prompt, row.visit, samples))
         if not isinstance(answer, Group | Iterable) or isinstance(answer, str | bytes | Mapping):
             raise TypeError(f"refine must return samples of the group, got {answer!r}")
@@ -168,8 +169,7 @@ class GroupRunner:
 
     def _filtered(self, row: Row, samples: Sequence[Sample]) -> Sequence[Sample]:
         keep = self._spec.keep
-        if keep is None:
-            return samples
+        assert keep is not None
         answer: object = keep(Group(self._spec.name, row.prompt, row.visit, samples))
         if answer not in (True, False):  # numpy's bools too
             raise TypeError(f"keep must answer a bool, got {answer!r}")

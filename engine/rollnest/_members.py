@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar, TypeVarTuple
@@ -103,8 +102,8 @@ class Members:
         self._cut_short = False  # whether we cancelled members, because enough had completed
         self._prompt_ids = _NO_IDS
         self._began = 0.0
-        self._places: Counter[int] = Counter()  # how often a fresh member took another's place
-        self._failures: Counter[tuple[int, FailureKind]] = Counter()  # that were retried
+        self._places: dict[int, int] = {}  # how often a fresh member took another's place
+        self._failures: dict[tuple[int, FailureKind], int] = {}  # how many were retried
         self._noted: set[FailureKind] = set()
         self._left = dict(row.journals)  # what members that go on left behind when they were cut
         self._places.update({index: journal.place for index, journal in self._left.items()})
@@ -212,9 +211,11 @@ class Members:
                 self._tasks = tasks
                 for sample in unjudged:
                     tasks.start_soon(self._judge_member, sample)
-                for index in self._missing:
-                    rollout = self.rollouts[index]
+                rollouts = [self.rollouts[index] for index in self._missing]
+                for rollout in rollouts[1:]:
                     tasks.start_soon(self._run_member, rollout, name=rollout.uid)
+                if rollouts:  # one needs no task of its own
+                    await self._run_member(rollouts[0])
         self.end_generating()
         await self.judge_group()
 
@@ -232,7 +233,7 @@ class Members:
                 self.put(freeze_rollout(rollout, Status.FAILED, failure))
             return False
         for index in self._missing:
-            self.rollouts[index] = self._rollout(index, self._places[index])
+            self.rollouts[index] = self._rollout(index, self._places.get(index, 0))
         return True
 
     async def _run_member(self, rollout: Rollout) -> None:
@@ -283,21 +284,17 @@ class Members:
     async def _generate(self, rollout: Rollout, group_limit: Limit | None) -> Sample:
         """Generates one sample."""
         limits = self._spec.limits
-        limit = self._services.gate.limit(limits.sample)
         failure: Failure | None = None
         try:
-            with limit if group_limit is None else _both(limit, group_limit):
-                try:
-                    await self._spec.loop.generate_sample(rollout)
-                except Exception:
-                    if not must_restart(rollout):
-                        raise
-                if must_restart(rollout):
-                    rollout = self._restart(rollout)
-                    await self._spec.loop.generate_sample(rollout)
+            if limits.sample is None and group_limit is None:
+                await self._run_loop(rollout)
+            else:
+                with _both(self._services.gate.limit(limits.sample), group_limit):
+                    await self._run_loop(rollout)
         except OverLimit as over:
             by_group = over.limit is group_limit
             what, seconds = ("group", limits.group) if by_group else ("agent loop", limits.sample)
+            rollout = self.rollouts[rollout.index]
             return self.over_limit(rollout, f"the {what} took over {seconds} s")
         except Exception as error:
             failure = Failure.of(kind_of(error), error)
@@ -306,7 +303,18 @@ class Members:
                 raise
             failure = Failure("loop", "the agent loop cancelled itself")
         status = Status.COMPLETED if failure is None else Status.FAILED
-        return freeze_rollout(rollout, status, failure)
+        return freeze_rollout(self.rollouts[rollout.index], status, failure)
+
+    async def _run_loop(self, rollout: Rollout) -> None:
+        """Runs the loop, and on another rollout in its place if a tool did not do the same again."""
+        try:
+            await self._spec.loop.generate_sample(rollout)
+        except Exception:
+            if not must_restart(rollout):
+                raise
+        if must_restart(rollout):
+            rollout = self._restart(rollout)
+            await self._spec.loop.generate_sample(rollout)
 
     def over_limit(self, rollout: Rollout, message: str) -> Sample:
         """Ends a member that is over a limit: as failed, or completed with what it has."""
@@ -321,7 +329,7 @@ class Members:
         index = rollout.index
         give_up_rollout(rollout)
         del self._left[index]
-        self.rollouts[index] = fresh = self._rollout(index, self._places[index])
+        self.rollouts[index] = fresh = self._rollout(index, self._places.get(index, 0))
         return fresh
 
     async def judge(self, sample: Sample) -> Sample:
@@ -408,8 +416,8 @@ class Members:
         self._take(sample)
         self._table.let_go(sample, reason)
         self._table.members += 1
-        self._places[index] += 1
-        rollout = self.rollouts[index] = self._rollout(index, self._places[index])
+        self._places[index] = place = self._places.get(index, 0) + 1
+        rollout = self.rollouts[index] = self._rollout(index, place)
         return rollout
 
     def end_generating(self) -> None:
@@ -492,7 +500,7 @@ class Members:
     def _known(self, index: int) -> Rollout:
         """A member's rollout; one that has done nothing if it was cancelled before there was anything to run."""
         if index not in self.rollouts:
-            self.rollouts[index] = self._rollout(index, self._places[index])
+            self.rollouts[index] = self._rollout(index, self._places.get(index, 0))
         return self.rollouts[index]
 
     def _decide(self) -> None:
@@ -525,11 +533,12 @@ class Members:
         policy, failure = self._spec.failures, sample.failure
         if policy.on_dead_member != "retry" or failure is None or failure.kind == "data":
             return False
-        if self._cut_short or self._failures[whose, failure.kind] >= policy.retries:
+        failures = self._failures.get((whose, failure.kind), 0)
+        if self._cut_short or failures >= policy.retries:
             return False
         if whose != _GROUP and self.count - self._failed > self._spec.group_size:
             return False  # a spare one makes up for it
-        self._failures[whose, failure.kind] += 1
+        self._failures[whose, failure.kind] = failures + 1
         return True
 
     def _note_failure(self, sample: Sample) -> None:
@@ -635,9 +644,9 @@ class Members:
 
 @contextmanager
 def _both(
-    one: AbstractContextManager[None], other: AbstractContextManager[None]
+    one: AbstractContextManager[None], other: AbstractContextManager[None] | None
 ) -> Generator[None]:
-    with one, other:
+    with one, other or nullcontext():
         yield
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 from attrs import Attribute, evolve, field, frozen
 from attrs.validators import in_, instance_of, optional
 
-from ._checks import check_real, text, whole
+from ._checks import check_real, check_whole, text, whole
 from ._options import Sampling
 from ._response import Response, token_column
 from .errors import describe
@@ -241,9 +241,11 @@ class Segment:
 
     prompt_ids: memoryview[int] = field(repr=_count)
     response: Response
-    trained_from: int = field(default=0, validator=whole(0))
+    trained_from: int = 0
 
     def __attrs_post_init__(self) -> None:
+        if self.trained_from != 0:
+            check_whole("trained_from", self.trained_from, 0)
         if not self.response.sealed:
             raise ValueError("a segment's response must be sealed")
 
@@ -347,9 +349,9 @@ class Sample:
     def __attrs_post_init__(self) -> None:
         tokens, oldest = 0, None
         for segment in self.segments:
-            response = segment.response
-            if response.policy_tokens:
-                tokens += response.policy_tokens
+            sampled = segment.response.policy_tokens
+            if sampled:
+                tokens += sampled
                 first = segment.oldest_version
                 if first is not None and (oldest is None or first < oldest):
                     oldest = first
@@ -387,7 +389,8 @@ class Sample:
     @property
     def truncated(self) -> bool:
         """Whether a cap or a limit cut it: of the sample, or of any of its turns."""
-        return self.finish_reason in _CUT or any(turn.finish_reason in _CUT for turn in self.turns)
+        reasons = {turn.finish_reason for turn in self.turns}
+        return self.finish_reason in _CUT or not _CUT.isdisjoint(reasons)
 
     def lag(self, version: int) -> int:
         """Versions between the oldest trainable token and `version`; 0 without a trainable token."""

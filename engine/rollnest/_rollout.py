@@ -551,16 +551,17 @@ class Rollout:
         core.frozen = True
         if core.replay is not None:
             self._end_replay(status)
-        if status is Status.COMPLETED:
-            failure = core.failure
-            if failure is None and not self.policy_tokens:
-                failure = Failure("loop", "the loop returned without generating a token")
-            status = Status.FAILED if failure else Status.COMPLETED
         segments = self._frozen
         if segments is None:
             segments = tuple([freeze_context(c, trim=core.cut) for c in core.contexts])
             self._frozen = segments
             core.contexts.clear()  # a ring: only the garbage collector could free it
+        if status is Status.COMPLETED:
+            failure = core.failure
+            if failure is None and not self.policy_tokens:
+                failure = Failure("loop", "the loop returned without generating a token")
+            if failure is not None:
+                status = Status.FAILED
         return self._sample(
             status, segments, failure, self._verdict if status is Status.COMPLETED else None
         )
@@ -638,6 +639,7 @@ class Rollout:
         turns: Sequence[Turn] | None = None,
     ) -> Sample:
         core = self._core
+        untrimmed = turns is None and not core.cut
         turns = core.turns if turns is None else turns
         reason = core.finish_reason
         if core.cut:
@@ -651,7 +653,9 @@ class Rollout:
             index=self._index,
             status=status,
             segments=segments,
-            turns=tuple([within(turn, segments[turn.segment]) for turn in turns]),
+            turns=tuple(
+                turns if untrimmed else [within(t, segments[t.segment]) for t in turns]
+            ),
             finish_reason=reason,
             verdict=verdict,
             failure=failure,

@@ -740,7 +740,7 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "one retry too many",
             (
                 "_members.py",
-                "self._failures[whose, failure.kind] >= policy.retries",
+                "failures >= policy.retries",
                 "self._failures[whose, failure.kind] > policy.retries",
             ),
         ),
