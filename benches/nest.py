@@ -5,15 +5,16 @@
     engine's task group
         producer task
             task group of the groups
-                group task with a task group of its own
+                group task: a cancel scope, a task group of its own, then the hand-over to the consumer
                     sample task
                         turn: a slot of a semaphore, a cancel scope, one call of the policy
 
-The scope of the turn is there so that a pause can end one turn, the semaphore because servers have a bound, the task
-group of a group because a group ends as a whole. A reply's ids and logprobs are appended to two lists, and a batch is
-the list of its samples' lists. There is no table, record, check, gate, limit, statistics, failure handling or waiting
-consumer: a batch ends when the task group of its groups ends. The semaphore is the cheapest that anyio has
-(`fast_acquire`), as in the engine.
+The scope of the turn is there so that a pause can end one turn, that of the group so that a pause can evict it, the
+semaphore because servers have a bound, the task group of a group because a group ends as a whole. A group that has
+ended goes to the consumer through a memory object stream, one by one and in the order in which they end, because a
+batch is the first groups that are ready and not those that were started first. A reply's ids and logprobs are appended
+to two lists, and a batch is the list of its samples' lists. There is no table, record, check, gate, limit, statistics
+or failure handling. The semaphore is the cheapest that anyio has (`fast_acquire`), as in the engine.
 
 `gather` is cheaper still: one flat crowd of tasks with one call each; no program that rolls out groups looks like that.
 """
@@ -61,7 +62,7 @@ class Nest:
         self._slots = Semaphore(turns, fast_acquire=True)
         self._generate = generate
         self._orders, self._ordered = create_memory_object_stream[int](1)
-        self._batches, self._ready = create_memory_object_stream[list[Reply]](1)
+        self._groups, self._ready = create_memory_object_stream[list[Reply]](1)
         self._engine: TaskGroup = create_task_group()
 
     async def __aenter__(self) -> Nest:
@@ -77,23 +78,25 @@ class Nest:
     async def batch(self, groups: int) -> list[Reply]:
         """Runs that many groups; returns their samples when the last one has ended."""
         await self._orders.send(groups)
-        return await self._ready.receive()
+        samples: list[Reply] = []
+        for _ in range(groups):
+            samples += await self._ready.receive()
+        return samples
 
     async def _produce(self) -> None:
-        with self._ordered, self._batches:
-            async for groups in self._ordered:
-                samples: list[Reply] = []
-                async with create_task_group() as running:
+        with self._ordered, self._groups:
+            async with create_task_group() as running:
+                async for groups in self._ordered:
                     for _ in range(groups):
-                        running.start_soon(self._group, samples)
-                await self._batches.send(samples)
+                        running.start_soon(self._group)
 
-    async def _group(self, batch: list[Reply]) -> None:
+    async def _group(self) -> None:
         samples: list[Reply] = []
-        async with create_task_group() as members:
-            for _ in range(self._group_size):
-                members.start_soon(self._sample, samples)
-        batch.extend(samples)
+        with CancelScope():
+            async with create_task_group() as members:
+                for _ in range(self._group_size):
+                    members.start_soon(self._sample, samples)
+            await self._groups.send(samples)
 
     async def _sample(self, samples: list[Reply]) -> None:
         ids: list[int] = []

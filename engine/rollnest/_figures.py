@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 
 from attrs import frozen
 
@@ -41,7 +41,7 @@ class GroupFigures:
     reward_sum: float
     reward_min: float | None
     reward_max: float | None
-    oldest_versions: Counter[int | None]
+    oldest_versions: Mapping[int | None, int]
 
     @property
     def has_no_spread(self) -> bool:
@@ -53,32 +53,36 @@ class GroupFigures:
     @classmethod
     def of(cls, group: Group) -> GroupFigures:
         """Counts."""
-        samples = group.samples
-        rewards = [s.verdict.score for s in samples if s.verdict is not None]
-        lengths = [
-            len(s.segments[0].response) if len(s.segments) == 1 else sum(map(len, s.segments))
-            for s in samples
-        ]
+        policy_tokens = masked_tokens = response_tokens = longest = truncated = 0
+        rewards: list[float] = []
+        oldest_versions: dict[int | None, int] = {}
+        for sample in group.samples:
+            length = 0
+            for segment in sample.segments:
+                length += len(segment.response)
+                if segment.trained_from:
+                    masked_tokens += _masked(segment)
+            response_tokens += length
+            longest = max(longest, length)
+            policy_tokens += sample.policy_tokens
+            truncated += sample.truncated
+            if sample.verdict is not None:
+                rewards.append(sample.verdict.score)
+            oldest = sample.oldest_version
+            oldest_versions[oldest] = oldest_versions.get(oldest, 0) + 1
         return cls(
             group,
-            len(samples),
-            sum([s.policy_tokens for s in samples]),
-            sum(
-                [
-                    _masked(segment)
-                    for s in samples
-                    for segment in s.segments
-                    if segment.trained_from
-                ]
-            ),
-            sum(lengths),
-            max(lengths),
-            sum([s.truncated for s in samples]),
+            len(group.samples),
+            policy_tokens,
+            masked_tokens,
+            response_tokens,
+            longest,
+            truncated,
             len(rewards),
             sum(rewards),
             min(rewards, default=None),
             max(rewards, default=None),
-            Counter([s.oldest_version for s in samples]),
+            oldest_versions,
         )
 
 

@@ -54,6 +54,7 @@ class Gate:
         closed_since: When it was closed last.
         closed_seconds: Time it was closed, pauses that are over.
         clock: The event loop's time.
+        new_scope: Makes a cancel scope in the event loop.
         slots: What bounds the turns in flight.
         last_end: When something last ended: a turn, a tool, a judger, a group. Time with the gate closed is left out.
         on_end: Called once when something ends next.
@@ -80,7 +81,7 @@ class Gate:
         self.slots = slots
         self.last_end: float = clock()
         self.on_end: Callable[[], None] | None = None
-        self._new_scope = new_scope
+        self.new_scope = new_scope
         self._opened = Event()
         self._in_flight: dict[Attempt, CancelScope] = {}
         self._until_quiet: CancelScope | None = None
@@ -195,7 +196,7 @@ class Gate:
         has_slot = self.slots.take()
         try:
             attempt = build()
-            scope = self._new_scope()
+            scope = self.new_scope()
             self._in_flight[attempt] = scope
             try:
                 with scope:
@@ -239,7 +240,7 @@ class Gate:
                 if self.shut:  # a pause or an outage began while this turn waited for its slot
                     continue
                 attempt = build()
-                scope = self._new_scope()
+                scope = self.new_scope()
                 self._in_flight[attempt] = scope
                 try:
                     if limit is None:

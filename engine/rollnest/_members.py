@@ -80,10 +80,10 @@ class Members:
     ) -> None:
         self.row = row
         self.rollouts: dict[int, Rollout] = {}
-        self.samples: dict[int, Sample] = dict(row.kept)
-        self.unjudged: dict[int, Sample] = dict(row.unjudged)
+        self.samples: dict[int, Sample] = row.kept.copy()
+        self.unjudged: dict[int, Sample] = row.unjudged.copy()
         self.journals: dict[int, Journal] = {}
-        self.scope = CancelScope()
+        self.scope = services.gate.new_scope()
         self.begun: set[int] | None = None
         self.started = services.gate.clock()
         self._spec = spec
@@ -91,8 +91,9 @@ class Members:
         self._services = services
         self._judging = None if judging is None else judging.of(row.prompt)
         self._streak = streak
-        there = row.kept | row.unjudged
-        self._missing = [i for i in range(spec.group_size + spec.redundancy) if i not in there]
+        members = range(spec.group_size + spec.redundancy)
+        there = [*row.kept, *row.unjudged]
+        self._missing = [i for i in members if i not in there] if there else members
         self._indexes = dict.fromkeys([*there, *self._missing])  # all members: a set, in order
         self._completed = len(row.kept)
         self._failed = 0
@@ -106,8 +107,9 @@ class Members:
         self._failures: dict[tuple[int, FailureKind], int] = {}  # how many were retried
         self._noted: set[FailureKind] = set()
         self._left = dict(row.journals)  # what members that go on left behind when they were cut
-        self._places.update({index: journal.place for index, journal in self._left.items()})
-        table.members += len([i for i in self._missing if i not in self._left])
+        for index, journal in self._left.items():
+            self._places[index] = journal.place
+        table.members += len(self._missing) - len(self._left.keys() & self._missing)
 
     @property
     def count(self) -> int:

@@ -222,15 +222,18 @@ class Producer:
                     self._on_crash(error)
 
     async def _produce(self, groups: TaskGroup) -> None:
-        started = 0
+        stretch = _AT_A_STRETCH
         while True:
-            while self.room > 0:
+            while (room := self.room) > 0:
                 await checkpoint_if_cancelled()
-                if not self._start(groups):
+                # Nobody else runs until the next await, so there is room for as many, and no cancellation can come.
+                count = min(room, stretch)
+                if not self._start(groups, count):
                     self._ask_source(groups)
                     break
-                started += 1
-                if started % _AT_A_STRETCH == 0:
+                stretch -= count
+                if not stretch:
+                    stretch = _AT_A_STRETCH
                     await checkpoint()
             # Nothing was awaited since it looked, so this is still true.
             self._is_looking = False
@@ -238,14 +241,15 @@ class Producer:
                 self._on_idle()
             await self.bell.wait()
 
-    def _start(self, groups: TaskGroup) -> bool:
-        """Draws a row and starts its group; false if there is nothing to draw."""
-        row = self._draw()
-        if row is None:
-            return False
-        name = f"group {self.spec.name}/{row.visit}"
-        groups.start_soon(self.runner.run, self.runner.admit(row), name=name)
-        self._admission.started(self.spec.name)
+    def _start(self, groups: TaskGroup, count: int) -> bool:
+        """Draws rows and starts their groups; false if there were not so many to draw."""
+        for _ in range(count):
+            row = self._draw()
+            if row is None:
+                return False
+            name = f"group {self.spec.name}/{row.visit}"
+            groups.start_soon(self.runner.run, self.runner.admit(row), name=name)
+            self._admission.started(self.spec.name)
         return True
 
     def _ask_source(self, groups: TaskGroup) -> None:
