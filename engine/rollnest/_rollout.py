@@ -653,9 +653,7 @@ class Rollout:
             index=self._index,
             status=status,
             segments=segments,
-            turns=tuple(
-                turns if untrimmed else [within(t, segments[t.segment]) for t in turns]
-            ),
+            turns=tuple(turns if untrimmed else [within(t, segments[t.segment]) for t in turns]),
             finish_reason=reason,
             verdict=verdict,
             failure=failure,
