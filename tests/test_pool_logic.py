@@ -136,6 +136,8 @@ def test_a_limit_stays_within_its_bounds_and_moves_in_bounded_steps(
     assert limit - (limit + 3) // 4 <= after <= limit + (limit + 7) // 8
     if turns < limit or load.waiting:
         assert after <= limit
+    if turns > limit:
+        assert after == limit
     if load.waiting is None and load.cache is None:
         assert after == limit
 
@@ -158,6 +160,7 @@ def test_what_is_used_more_never_gets_less(
     policy: AdaptiveConcurrency, limit: int, load: Health, turns: int
 ) -> None:
     limit = max(policy.least, min(policy.most, limit))
+    turns = min(turns, limit - 1)
     assert policy.next(limit, load, turns) <= policy.next(limit, load, turns + 1)
 
 
@@ -186,6 +189,15 @@ def test_under_full_demand_the_cache_stays_below_its_end(room: int, start: int) 
             assert cache < 0.9 or after < limit or limit == 1
         limit = after
     assert limit >= min(0.4 * room, 1)
+
+
+def test_a_cut_has_its_effect_before_the_next() -> None:
+    policy = AdaptiveConcurrency(start=8)
+    load = Health(running=4, waiting=4)
+    assert policy.next(8, load, 8) == 6
+    assert policy.next(6, load, 8) == 6  # of eight that run for long, four wait still
+    assert policy.next(6, Health(running=4, waiting=2), 6) == 4
+    assert policy.next(4, Health(running=4, waiting=0), 4) == 5
 
 
 def test_a_limit_grows_again_after_an_overload() -> None:

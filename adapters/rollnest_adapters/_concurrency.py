@@ -32,8 +32,8 @@ class AdaptiveConcurrency:
 
     It knows only what the server says (`Health`), and keeps nothing itself, so one serves any number of servers. It
     grows by an eighth at a time, and only if the limit was used up and the server said that nothing waits or that its
-    cache has room. It is cut by what waits, a quarter at most at a time. In between it stays, as with a server that
-    says nothing.
+    cache has room. It is cut by what waits, a quarter at most at a time, and not again before that has had its effect.
+    In between it stays, as with a server that says nothing.
 
     Attributes:
         start: The limit of a server that nothing is known of.
@@ -63,6 +63,8 @@ class AdaptiveConcurrency:
             load: What the server says now.
             turns: Most turns that it had in flight under this limit.
         """
+        if turns > limit:  # it was cut, and turns that began before that still run
+            return self._within(limit)
         waiting = load.waiting or 0
         is_full = load.cache is not None and load.cache >= self.full
         if is_full or waiting > self.queue * limit:

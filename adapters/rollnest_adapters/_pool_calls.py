@@ -53,10 +53,11 @@ async def ask_all(
         except Exception as error:
             failures[server] = error
 
+    asked = list(servers)
     async with create_task_group() as tasks:
-        for server in servers:
+        for server in asked:
             tasks.start_soon(ask, server)
-    return answers, failures
+    return answers, {server: failures[server] for server in asked if server in failures}
 
 
 def late(seconds: float) -> TimeoutError:

@@ -81,6 +81,7 @@ class Checks:
                 return  # whoever has given its memory back can't say which weights it has
             async with server.lock:
                 if not roster.paused:
+                    await self._take_back(server)
                     with fail_after(seconds):
                         reported = await server.controller.version()
                     await self._judge(server, load, reported)
@@ -111,10 +112,6 @@ class Checks:
             with CancelScope() as server.readmission:
                 with fail_after(seconds):
                     await controller.abort(None)  # what it still makes is for nobody
-                if server.released:
-                    with fail_after(seconds):
-                        await controller.reload(self._capabilities().release_tags)
-                    server.released = False
                 if not current and roster.source is not None:
                     await self._give_weights(server, roster.source, roster.version)
                 with fail_after(seconds):
@@ -127,6 +124,13 @@ class Checks:
             roster.put_out(server, f"it could not be brought back: {said(error)}")
         finally:
             server.readmission = None
+
+    async def _take_back(self, server: Server) -> None:
+        """Has a server that was away when the others got their memory back get its own."""
+        if server.released:
+            with fail_after(self._times.control_timeout):
+                await server.controller.reload(self._capabilities().release_tags)
+            server.released = False
 
     async def _give_weights(self, server: Server, source: str, version: int) -> None:
         controller, seconds = server.controller, self._times.control_timeout

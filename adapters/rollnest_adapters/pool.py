@@ -396,7 +396,8 @@ class ControllerPool:
         self._check_open()
         self._check_not_released("resume")
         roster = self._roster
-        servers = [server for server in roster.servers.values() if server.up or server.paused]
+        # One that is out and has not got its memory back is not asked: it is brought back later.
+        servers = [s for s in roster.servers.values() if (s.up or s.paused) and not s.released]
         failures = await self._control(servers, lambda server: server.controller.resume())
         for server in servers:
             server.paused = server in failures
@@ -595,7 +596,7 @@ async def _moved() -> None:
 
 
 async def _update(server: Server, source: WeightSource, version: int) -> None:
-    if not server.paused:  # it came back in the middle of the pause
+    if not (server.serving and server.paused):  # it may have come back in the middle of the pause
         server.paused = True
         await server.controller.pause(PauseMode.ABORT)
     await server.controller.update_weights(source, version)
