@@ -210,9 +210,10 @@ def test_a_tool_loop_survives_everything_at_every_step() -> None:
     assert report.replayed_turns > 100
     assert report.resumed_turns > 20
     assert report.tool_calls == 3
-    assert (
-        report.runs == sum(report.paused.values()) + report.cancelled + 4 + len(PauseMode) * 2 + 2
-    )
+    assert report.restored > 100
+    others = report.cancelled + 2 * report.restored + 4 + len(PauseMode) * 2 + 2
+    # The others were ended before there was anything to save.
+    assert 0 < report.runs - sum(report.paused.values()) - others < 20
 
 
 @pytest.mark.parametrize("loop", [until_the_budget_ends, in_turn_within_a_budget])

@@ -26,6 +26,7 @@ from rollnest._codecs import (
 )
 from rollnest._journal import (
     AS_THE_TASK,
+    MAIN,
     CallLog,
     ContextReplay,
     Journal,
@@ -315,10 +316,13 @@ class Asking:
         self.replay = Replay(recorded, counters)
         self.log = CallLog(recorded)
         self._number = recorded.next_number
+        self._strands: dict[object, int] = {MAIN: MAIN}
 
-    def ask(self, name: str, *, task: int = 77) -> int | None:
+    def ask(self, name: str, *, task: object = MAIN) -> int | None:
         """Calls a tool; returns the number of the recorded call, if it was one."""
-        call = self.log.begin(self._number, task, "tool", name, "", self.replay)
+        strand = self._strands.get(task)
+        call = self.log.begin(self._number, strand, "tool", name, "", self.replay)
+        self._strands[task] = call.strand
         if call.begun != self._number:
             return call.begun
         self._number += 1
@@ -373,18 +377,35 @@ def test_calls_of_several_tasks_come_in_any_order() -> None:
     assert counters.diverged == 0
 
 
-def test_a_task_with_the_identity_of_one_that_ended_is_known_by_what_it_calls() -> None:
-    calls = tuple(tool(i, f"t{i}", strand=i, result=i) for i in range(4))
+def test_a_task_that_makes_its_first_call_ends_no_record_of_another() -> None:
+    """Which of several tasks had made a call when their rollout was cut is chance."""
+    counters = TokenCounters()
+    asking = Asking((tool(0, "a", strand=1, result=1),), counters)
+    assert [asking.ask(name, task=name) for name in ("b", "c", "a")] == [None, None, 0]
+    assert counters.diverged == 0
+
+
+def test_the_task_that_runs_the_loop_is_told_from_its_children() -> None:
+    counters = TokenCounters()
+    calls = (tool(0, "a", strand=MAIN, result=1), tool(1, "a", strand=1, result=2))
+    asking = Asking(calls, counters)
+    assert [asking.ask("a", task=task) for task in ("child", MAIN)] == [1, 0]
+    asking = Asking(calls, counters)
+    assert asking.ask("b", task="child") is None
+    assert counters.diverged == 0
+    assert asking.ask("b") is None
+    assert counters.diverged == 1
+
+
+def test_tasks_that_made_the_same_call_may_change_places() -> None:
+    calls = tuple(tool(i, f"t{i}", strand=1 + i % 2, result=i) for i in range(4))
     asking = Asking(calls, TokenCounters())
-    assert [asking.ask(f"t{i}", task=i % 2) for i in (1, 0, 3, 2)] == [1, 0, 3, 2]
-    merged = tuple(evolve(call, strand=call.begun % 2) for call in calls)
-    asking = Asking(merged, TokenCounters())
     assert [asking.ask(f"t{i}", task=40 + i) for i in (1, 0, 3, 2)] == [1, 0, 3, 2]
 
 
 def test_a_call_that_ended_is_recorded_with_its_outcome() -> None:
     log = CallLog(None)
-    call = log.begin(3, 77, "tool", "a", "", None)
+    call = log.begin(3, MAIN, "tool", "a", "", None)
     assert log.calls == {3: tool(3, "a")}
     log.end(call, Raised("ToolError: x"))
     assert log.calls == {3: evolve(tool(3, "a"), outcome=Raised("ToolError: x"))}

@@ -39,6 +39,7 @@ from ._records import Turn as Turn
 from ._records import Verdict as Verdict
 from ._response import CONTEXT_VERSION as CONTEXT_VERSION
 from ._response import Response as Response
+from ._restore import Restored as Restored
 from ._rollout import Rollout as Rollout
 from ._rollout import tool_key as tool_key
 from ._statistics import EngineStatistics as EngineStatistics

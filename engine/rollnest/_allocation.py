@@ -83,6 +83,15 @@ class Allocation:
         self._allocate = allocate
         self._owed = dict.fromkeys(weights, Fraction(0))
 
+    @property
+    def owed(self) -> Mapping[str, Fraction]:
+        """What tasks are owed of the next batches."""
+        return self._owed
+
+    def restore(self, owed: Mapping[str, Fraction]) -> None:
+        """Goes on from what tasks are owed."""
+        self._owed.update(owed)
+
     def fraction(self, task: str, tasks: Collection[str]) -> float:
         """A task's share of any batch in the long run, if these are the tasks that can still give groups."""
         total = sum(weight for name, weight in self._weights.items() if name in tasks)

@@ -7,7 +7,7 @@ counted: too late (the engine had given the attempt up), or rejected (it broke a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from random import SystemRandom
 
@@ -81,6 +81,15 @@ class TokenCounters:
         self.replayed_turns: int = 0
         self.diverged: int = 0
         self.restarted: int = 0
+
+    def counts(self) -> dict[str, int]:
+        """All of them, by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def restore(self, counts: Mapping[str, int]) -> None:
+        """Goes on from those of a checkpoint."""
+        for name in self.__slots__:
+            setattr(self, name, counts[name])
 
     def __repr__(self) -> str:
         return "<TokenCounters " + " ".join(f"{n}={getattr(self, n)}" for n in self.__slots__) + ">"

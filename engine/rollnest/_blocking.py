@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from os import PathLike
+from pathlib import Path
 from threading import Event as ThreadEvent
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -20,6 +22,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from ._options import Sampling
 from ._pause import Pause
 from ._records import Batch, EvalResult
+from ._restore import Restored
 from ._statistics import EngineStatistics
 from ._task import TaskSpec
 from ._tree import EngineTree
@@ -96,6 +99,23 @@ class BlockingEngine:
             self._engine.commit(batch)
 
         self.call(commit)
+
+    def save(self, directory: str | PathLike[str], *, keep_last: int = 2) -> Path:
+        """See `Engine.save`; this thread waits for it."""
+        return self.call(lambda: self._engine.save(directory, keep_last=keep_last))
+
+    def state_dict(self) -> dict[str, bytearray]:
+        """See `Engine.state_dict`."""
+
+        async def read() -> dict[str, bytearray]:
+            return self._engine.state_dict()
+
+        return self.call(read)
+
+    @property
+    def restored(self) -> Restored | None:
+        """See `Engine.restored`."""
+        return self._engine.restored
 
     def evaluate(
         self,

@@ -49,6 +49,14 @@ class ReplayBuffer(Generic[T]):
         yield from self._expired
         yield from self._cut
 
+    def waiting_rows(self) -> tuple[list[T], list[T], list[T]]:
+        """Rows that wait to be drawn again: expired and held back, expired, and cut, each in order."""
+        return list(self._held), list(self._expired), list(self._cut)
+
+    def ready_rows(self) -> list[T]:
+        """Ready rows."""
+        return [row for heap in self._by_version.values() for _, row in heap]
+
     def put(self, row: T, version: int, visit: int) -> None:
         """Takes in a ready row whose oldest trainable token is of `version`."""
         heappush(self._by_version.setdefault(version, []), (visit, row))
@@ -72,6 +80,10 @@ class ReplayBuffer(Generic[T]):
     def wait_expired(self, row: T) -> None:
         """Takes in a row that expired; call `complete_tail` after the last one."""
         (self._expired if self._tail_batch is None else self._held).append(row)
+
+    def wait_again(self, row: T) -> None:
+        """Takes in a row that expired and is held back no more."""
+        self._expired.append(row)
 
     def complete_tail(self) -> Sequence[T]:
         """Lets the rows go that are held back, if they are enough for a tail batch; returns them."""

@@ -117,11 +117,11 @@ def write(
     return folder
 
 
-def pack(files: Files, manifest: Callable[[], Manifest]) -> dict[str, bytes]:
+def pack(files: Files, manifest: Callable[[], Manifest]) -> dict[str, bytearray]:
     """Returns a checkpoint's files in memory, the manifest among them."""
-    packed = {name: b"".join(pieces) for name, pieces in files.items()}
+    packed = {name: bytearray().join(pieces) for name, pieces in files.items()}
     sums = {name: _Sum().add(data) for name, data in packed.items()}
-    packed[MANIFEST] = _manifest_text(manifest(), sums, 0)
+    packed[MANIFEST] = bytearray(_manifest_text(manifest(), sums, 0))
     return packed
 
 

@@ -36,12 +36,14 @@ class _Slot:
     stop: int
 
 
-def write_columns(columns: Mapping[str, Sequence[ColumnData]]) -> Iterator[bytes | memoryview]:
+def write_columns(
+    columns: Mapping[str, Sequence[ColumnData | memoryview[Any]]],
+) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a file, piece by piece; the columns' own bytes are not copied.
 
     Args:
-        columns: By name, each as the pieces that it is put together of; all pieces of one column have one type. One
-            without pieces is left out.
+        columns: By name, each as the pieces that it is put together of, arrays or views of them; all pieces of one
+            column have one type. One without pieces is left out.
     """
     header: dict[str, Any] = {}
     at = 0
@@ -49,16 +51,17 @@ def write_columns(columns: Mapping[str, Sequence[ColumnData]]) -> Iterator[bytes
         if not pieces:
             continue
         count = sum([len(piece) for piece in pieces])
-        size = count * pieces[0].itemsize
-        code = _TYPES[pieces[0].typecode]
-        header[name] = {"dtype": code, "shape": [count], "data_offsets": [at, at + size]}
+        first = memoryview(pieces[0])
+        size = count * first.itemsize
+        kind = _TYPES[first.format]
+        header[name] = {"dtype": kind, "shape": [count], "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for pieces in columns.values():
         for piece in pieces:
-            yield memoryview(_little(piece)).cast("B")
+            yield _bytes(piece)
 
 
 def read_columns(data: bytes | memoryview) -> dict[str, ColumnData]:
@@ -106,10 +109,15 @@ def _column(slot: _Slot, raw: memoryview) -> ColumnData:
     return _little(column)
 
 
+def _bytes(piece: ColumnData | memoryview[Any]) -> memoryview:
+    view = memoryview(piece)
+    if sys.byteorder != "little":
+        view = memoryview(_little(array(view.format, view)))
+    return view.cast("B")
+
+
 def _little(column: ColumnData) -> ColumnData:
     """Turns a column's bytes round where the machine stores numbers the other way."""
-    if sys.byteorder == "little":
-        return column
-    turned = column[:]
-    turned.byteswap()
-    return turned
+    if sys.byteorder != "little":
+        column.byteswap()
+    return column

@@ -61,6 +61,7 @@ class RolloutServices:
     check: Callable[[Sampling, Capabilities], None]
     stop_token_ids: frozenset[int]
     seed: int
+    current_task: Callable[[], object]
     newest_version: Callable[[], int]
 
 
@@ -81,6 +82,7 @@ class RolloutCore:
         failure: Why the loop failed it; `None` if it did not.
         cut: Whether the budget ended it.
         frozen: Whether its sample was made, or it was given up.
+        main: Identity of the task that runs its loop.
         since: When it went back to the loop's own code.
     """
 
@@ -93,6 +95,7 @@ class RolloutCore:
         "failure",
         "finish_reason",
         "frozen",
+        "main",
         "prompt",
         "replay",
         "services",
@@ -115,6 +118,7 @@ class RolloutCore:
         self.failure: Failure | None = None
         self.cut: bool = False
         self.frozen: bool = False
+        self.main: int | None = None
         self.since: float = services.gate.clock()
 
     @property

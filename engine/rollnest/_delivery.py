@@ -6,8 +6,9 @@ groups which became too old have expired.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 
 from ._allocation import Allocation, Shares
 from ._records import Batch, BatchStatistics
@@ -45,8 +46,45 @@ class Delivery:
         self._on_expired = on_expired
         self._batch_size = batch_size
         self._taken = 0, 0  # a version, and the batches that were taken with it
+        self._again: deque[Batch] = deque()
         self._last: tuple[int, Shares] | None = None
         self._plan: tuple[int, frozenset[str], Shares] | None = None
+
+    @property
+    def owed(self) -> Mapping[str, Fraction]:
+        """What tasks are owed of the next batches."""
+        return self._allocation.owed
+
+    @property
+    def taken_with(self) -> tuple[int, int]:
+        """A version, and how many batches were taken with it."""
+        return self._taken
+
+    def restore(
+        self,
+        batches: int,
+        taken: tuple[int, int],
+        owed: Mapping[str, Fraction],
+        again: Sequence[Batch],
+    ) -> None:
+        """Goes on from a checkpoint; figures of batches count from now on.
+
+        Args:
+            batches: Batches handed over before.
+            taken: A version, and how many batches were taken with it.
+            owed: What tasks are owed of the next batches.
+            again: Batches that are handed over again, before all others.
+        """
+        self.batches, self._taken = batches, taken
+        self._allocation.restore(owed)
+        self._again.extend(again)
+        self.uncommitted.update({batch.index: batch for batch in again})
+        self._before = self._readings()
+
+    def hand_over_again(self) -> Batch | None:
+        """The next batch that an engine handed over from whose checkpoint this one was restored; `None` if none is
+        left."""
+        return self._again.popleft() if self._again else None
 
     def plan(self, groups: int) -> Shares:
         """The tasks' shares of the next batch: the same answer until the batch is taken or a task ends."""

@@ -18,7 +18,11 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import AbstractAsyncContextManager
 from enum import Enum
 from functools import partial
+from os import PathLike, fspath
+from pathlib import Path
 from types import TracebackType
+from typing import Any, Literal
+from uuid import uuid4
 
 from anyio import (
     CancelScope,
@@ -39,6 +43,7 @@ from ._allocation import Allocate, Allocation, by_weight
 from ._attempt import TokenCounters
 from ._bell import Bell
 from ._blocking import BlockingEngine
+from ._checkpoint import read_files, unpack
 from ._checks import check_real, check_whole
 from ._clock import loop_clock
 from ._context import RolloutServices
@@ -61,8 +66,10 @@ from ._process_judger import main_file
 from ._processes import Processes
 from ._producer import Producer
 from ._records import Batch, EvalResult
+from ._restore import Restoration, Restored, find, fit
 from ._sampler import Sampler
-from ._scopes import loop_scopes
+from ._saving import Saver
+from ._scopes import loop_scopes, loop_tasks
 from ._slots import Call, Slots
 from ._source import SourceSampler
 from ._stall import StallWatch
@@ -74,6 +81,7 @@ from ._tree import ConsumerTree, EngineTree, StallReport
 from ._workers import Workers
 from .abc import InferenceController, Instrument, PauseMode, ReleaseTag, Tokenizer
 from .errors import (
+    CheckpointError,
     EndOfPrompts,
     EngineBroken,
     EngineBusy,
@@ -88,6 +96,8 @@ from .errors import (
 __all__ = ["Engine"]
 
 _log = logging.getLogger("rollnest")
+
+_MANY_KEPT = 32  # batches that are not committed, until the log says so
 
 _GROUPS_AT_ONCE = 512  # of an evaluation, where neither groups nor turns have a bound
 
@@ -121,6 +131,7 @@ class _Parts:
     judging_of: Callable[[TaskSpec], Judging | None]
     evaluations: Evaluations
     lag: LagWatch
+    saver: Saver
 
 
 class Engine:
@@ -214,7 +225,9 @@ class Engine:
         self._exit_grace = exit_grace
         self._first_version = version
         self._start_paused = start_paused
+        self._first_from_trainer = start_paused  # whether the policy got its first weights from it
         self._seed = seed
+        self._run = uuid4().hex
         self._instruments = Instruments(instruments)
         self._state = _State.NEW
         self._causes: list[BaseException] = []
@@ -226,6 +239,159 @@ class Engine:
         self._control = Control(controller)
         self._told_keep = False  # whether the log says that KEEP is ABORT here
         self._parts: _Parts | None = None
+        self._restoration: Restoration | None = None
+        self._keeps_batches = False  # until they are committed: there is a checkpoint to go back to
+        self._told_kept = False  # whether the log says that many of them wait
+
+    @classmethod
+    def restore(
+        cls,
+        directory: str | PathLike[str],
+        controller: InferenceController,
+        tasks: TaskSpec | Sequence[TaskSpec],
+        *,
+        trained_through: int | None = None,
+        missing: Literal["error", "fresh"] = "error",
+        batch_size: int | None = None,
+        publish_every: int = 1,
+        tokenizer: Tokenizer | None = None,
+        capacity: Capacity = Capacity(),  # noqa: B008  (frozen)
+        allocate: Allocate = by_weight,
+        control_timeout: float = 30.0,
+        outage: float = 600.0,
+        stall_after: float | None = 300.0,
+        exit_grace: float = 5.0,
+        version: int | None = None,
+        start_paused: bool = False,
+        seed: int | None = None,
+        instruments: Sequence[Instrument] = (),
+    ) -> Engine:
+        """Returns an engine that goes on from a checkpoint; enter its block as that of any other.
+
+            engine = Engine.restore("run/engine", controller, tasks, batch_size=64, trained_through=trainer.step)
+
+        It first hands over the batches again that were not committed, in their order and as they were. Then it goes on:
+        what was ready is ready, what was in flight or waited is drawn before fresh prompts, and loops get what their
+        rollouts had from their journals. `restored` says what it holds.
+
+        It starts paused: nothing is sampled before the weights are known to be right. The gate opens when a `paused()`
+        block has updated or published weights, with `version` or a later one, or when the server itself reports this
+        version.
+
+        Call it before anything else runs: it reads the whole checkpoint, and blocks meanwhile.
+
+        Args:
+            directory: Where an engine saved, or one of the checkpoints in it.
+            controller: The policy, as for `Engine`. Its vocabulary must have the size that it had.
+            tasks: As they were: names, prompts, `group_size` and `shuffle`. Anything else may change.
+            trained_through: Number of the last batch that your trainer's weights have seen. The newest checkpoint from
+                which that can go on is taken, and batches after it are handed over again. `None` takes the newest, and
+                all that were not committed come again.
+            missing: What happens if there is no checkpoint: an error, or `"fresh"` returns a new engine, so that a
+                first start and a restart are the same lines. It is an error all the same if something was trained.
+            batch_size: As for `Engine`; so are the options that aren't explained here.
+            version: The policy's weight version; `None` is the checkpoint's. Where it is lower, what newer weights have
+                made is let go, and its prompts are drawn again (`restored.newer`).
+            start_paused: For a new engine; a restored one always does.
+            seed: `None` is the checkpoint's, and 0 for a new engine.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or none that fits; it is damaged; or the tasks or the seed are not
+                what they were. Says which and how.
+            ValueError: An option has a value that can't be.
+            TypeError: An option has the wrong type.
+        """
+        if missing not in ("error", "fresh"):
+            raise ValueError(f"missing must be 'error' or 'fresh', got {missing!r}")
+        if trained_through is not None:
+            check_whole("trained_through", trained_through, 0)
+        path = find(directory, trained_through)
+        if path is None and (missing == "error" or trained_through):
+            trained = f", and trained_through is {trained_through}" if trained_through else ""
+            raise CheckpointError(f"there is no checkpoint in {fspath(directory)}{trained}")
+        engine = cls(
+            controller,
+            tasks,
+            batch_size=batch_size,
+            publish_every=publish_every,
+            tokenizer=tokenizer,
+            capacity=capacity,
+            allocate=allocate,
+            control_timeout=control_timeout,
+            outage=outage,
+            stall_after=stall_after,
+            exit_grace=exit_grace,
+            version=0 if version is None else version,
+            start_paused=start_paused,
+            seed=0 if seed is None else seed,
+            instruments=instruments,
+        )
+        if path is not None:
+            manifest, files = read_files(path)
+            engine._go_on(files, manifest, seed, trained_through, version, path)
+        return engine
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        *,
+        trained_through: int | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Goes on from what `state_dict` returned, as `restore` does from a folder; before the block is entered.
+
+        Args:
+            state: From your trainer's own checkpoint.
+            trained_through: As for `restore`.
+            version: As for `restore`; `None` is the state's, whatever the engine was given.
+
+        Raises:
+            CheckpointError: It is damaged, or doesn't fit.
+            EngineBusy: The engine was entered, or was restored already.
+            TypeError: It is no state of an engine.
+        """
+        if self._state is not _State.NEW or self._restoration is not None:
+            raise EngineBusy(
+                "load_state_dict() is for an engine that was neither entered nor restored"
+            )
+        if trained_through is not None:
+            check_whole("trained_through", trained_through, 0)
+        if version is not None:
+            check_whole("version", version, 0)
+        manifest, files = unpack(state)
+        self._go_on(files, manifest, self._seed, trained_through, version, None)
+
+    def _go_on(
+        self,
+        files: Mapping[str, bytes],
+        manifest: Mapping[str, Any],
+        seed: int | None,
+        trained_through: int | None,
+        version: int | None,
+        path: Path | None,
+    ) -> None:
+        restoration = fit(
+            files,
+            manifest,
+            self._specs,
+            seed=seed,
+            trained_through=trained_through,
+            version=version,
+            path=path,
+        )
+        # Everything is read and checked: from here on nothing fails.
+        self._restoration = restoration
+        self._run = restoration.report.run
+        self._seed = restoration.saved.engine.seed
+        self._first_version = restoration.report.version
+        self._start_paused = True
+        self._first_from_trainer = restoration.saved.engine.start_paused
+        self._keeps_batches = True
+
+    @property
+    def restored(self) -> Restored | None:
+        """From what it was restored; `None` for a new engine."""
+        return None if self._restoration is None else self._restoration.report
 
     # The block
 
@@ -257,9 +423,13 @@ class Engine:
             self._parts = parts = self._assemble(
                 awaits_weights=self._start_paused and not self._is_first(reported)
             )
-            self._group.start_soon(self._host_production, parts, name="rollnest production")
+            try:
+                self._restore(parts)
+            finally:  # if it fails, too: production is ended then, and closes what was built
+                self._group.start_soon(self._host_production, parts, name="rollnest production")
         except BaseException as error:
-            self._production_over.set()  # production never began, so nobody else would say so
+            if self._parts is None:
+                self._production_over.set()  # production never began, so nobody else would say so
             await self._leave(error)
             raise
         return self
@@ -372,6 +542,9 @@ class Engine:
         parts = self._usable()
         if self._consumer is not None:
             raise EngineBusy("next_batch() is waiting already; only one call at a time")
+        again = parts.delivery.hand_over_again()
+        if again is not None:
+            return self._handed_over(parts, again)
         self._consumer = n, parts.gate.clock()
         try:
             if parts.gate.awaits_weights:
@@ -412,6 +585,10 @@ class Engine:
     def commit(self, batch: Batch) -> None:
         """Says that a batch was trained, so that the engine need not keep it. Idempotent.
 
+        While the engine has never been saved, the next `next_batch` says it of the batch before. From the first
+        checkpoint on only this call does: a batch that is not committed is in every checkpoint, and handed over again
+        by an engine that is restored from it.
+
         Raises:
             ValueError: The engine has not handed this batch over.
         """
@@ -421,6 +598,55 @@ class Engine:
                 f"batch {batch.index} was not handed over; the last one was {parts.delivery.batches}"
             )
         parts.delivery.commit(batch.index)
+
+    async def save(self, directory: str | PathLike[str], *, keep_last: int = 2) -> Path:
+        """Writes a checkpoint, from which `restore` goes on; at any moment: while turns, tools and judgers run, in a
+        pause, of a broken engine, and after the block.
+
+            await engine.save("run/engine")
+
+        What it holds is that of one moment, noted in one step. It is written in a worker thread while production goes
+        on, and gets its name once it is complete and on the disk: a crash at any moment leaves the older ones whole.
+
+        Args:
+            directory: Where checkpoints go; one engine's only.
+            keep_last: How many stay, this one among them.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointError: It can't be written, the folder holds checkpoints of another run, or something has no form
+                in a checkpoint: details of a verdict, prompts or the state of a source.
+            EngineBusy: Another call saves already.
+            EngineClosed: The engine was not entered.
+            ValueError: `keep_last` is below 1.
+
+        Cancellation: nothing of it is left, unless it was complete.
+        """
+        path = Path(directory)
+        check_whole("keep_last", keep_last, 1)
+        await checkpoint()
+        saver = self._entered().saver
+        if saver.busy:
+            raise EngineBusy("save() is at it already; only one call at a time")
+        self._keeps_batches = True
+        return await saver.save(path, keep_last)
+
+    def state_dict(self) -> dict[str, bytearray]:
+        """Returns what `save` would write, for your trainer's own checkpoint; `load_state_dict` goes on from it.
+
+        Strings and bytearrays, as `torch.load` takes them with its defaults. It takes its time on the event loop, about
+        a second for 100 MB; `save` does not.
+
+        Raises:
+            CheckpointError: As `save`.
+            EngineBusy: A task's `PromptSource` draws in a thread at this moment; `save` waits for it.
+            EngineClosed: The engine was not entered.
+        """
+        state = self._entered().saver.state_dict()
+        self._keeps_batches = True
+        return state
 
     def paused(
         self,
@@ -696,7 +922,9 @@ class Engine:
 
     def _is_first(self, reported: int | None) -> bool:
         """Whether the server's report says that it has its first weights. A server that never got any reports 0."""
-        return reported is not None and reported == self._first_version > 0
+        if reported is None or reported != self._first_version:
+            return False
+        return reported > 0 or not self._first_from_trainer
 
     async def _first_weights(self, parts: _Parts, n: int, *, wait: bool) -> None:
         """Asks the server whether it has its first weights; waits for them, at most `outage` seconds.
@@ -738,6 +966,8 @@ class Engine:
     def _assemble(self, *, awaits_weights: bool) -> _Parts:
         """Builds everything once the controller's capabilities are known."""
         capabilities = self._controller.capabilities
+        if self._restoration is not None:
+            self._restoration.check_vocabulary(capabilities.vocab_size)
         for spec in self._specs:
             check_training(spec.sampling, capabilities)
             if spec.sampling.stop and self._tokenizer is None:
@@ -773,6 +1003,7 @@ class Engine:
         weights = {spec.name: spec.weight for spec in self._specs}
         allocation = Allocation(weights, self._allocate)
         admission = Admission(self._capacity.groups, weights)
+        current_task = loop_tasks()
         counters = {spec.name: TokenCounters() for spec in self._specs}
         producers: dict[str, Producer] = {}
         services_of: dict[str, RolloutServices] = {}
@@ -826,6 +1057,7 @@ class Engine:
                 check=check_training,
                 stop_token_ids=stop_token_ids,
                 seed=self._seed,
+                current_task=current_task,
                 newest_version=gate.newest_version,
             )
             producers[spec.name] = Producer(
@@ -901,7 +1133,36 @@ class Engine:
             judging_of=judging_of,
             evaluations=evaluations,
             lag=lag,
+            saver=Saver(
+                self._run,
+                seed=self._seed,
+                start_paused=self._first_from_trainer,
+                vocab_size=capabilities.vocab_size,
+                gate=gate,
+                delivery=delivery,
+                producers=producers,
+                counters=counters,
+                workers=workers,
+                clock=clock,
+            ),
         )
+
+    def _restore(self, parts: _Parts) -> None:
+        """Puts what a checkpoint holds into an engine in which nothing runs yet."""
+        restoration = self._restoration
+        if restoration is None:
+            return
+        saved = restoration.saved
+        for name, counters in parts.counters.items():
+            counters.restore(saved.engine.tasks[name].tokens)
+        for producer in parts.producers.values():
+            producer.restore(saved, self._first_version)
+        parts.delivery.restore(
+            restoration.report.batches, saved.engine.taken, restoration.owed, restoration.again
+        )
+        self._restoration = evolve(
+            restoration, saved=evolve(saved, visits=(), batches=()), again=()
+        )  # it has changed hands, and must not be kept alive here
 
     def _sampler(self, spec: TaskSpec, workers: Workers) -> Sampler | SourceSampler:
         if not isinstance(spec.prompts, Sequence):
@@ -928,9 +1189,17 @@ class Engine:
             producer.demand = shares.get(name, 0)
 
     def _handed_over(self, parts: _Parts, batch: Batch) -> Batch:
-        # Without a checkpoint to go back to, the trainer's next call says that it is done with the batch before.
-        for index in [i for i in parts.delivery.uncommitted if i < batch.index]:
-            parts.delivery.commit(index)
+        kept = parts.delivery.uncommitted
+        if not self._keeps_batches:
+            # Without a checkpoint to go back to, the trainer's next call says that it is done with the batch before.
+            for index in [i for i in kept if i < batch.index]:
+                parts.delivery.commit(index)
+        elif len(kept) > _MANY_KEPT and not self._told_kept:
+            self._told_kept = True
+            _log.warning(
+                "%d batches wait for engine.commit(batch), and every checkpoint holds them all",
+                len(kept),
+            )
         self._instruments.tell("batch_delivered", batch)
         for producer in parts.producers.values():
             producer.wake()

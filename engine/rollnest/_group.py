@@ -6,21 +6,23 @@ others are frozen as ABORTED with everything they received.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from anyio import get_cancelled_exc_class
 from attrs import evolve
 
+from ._capture import GroupNote, Visit
 from ._context import RolloutServices
 from ._group_loop import run_group_loop
+from ._journal import Journal
 from ._judging import Judging
 from ._loops import overrides_generate_group
 from ._members import Members
 from ._records import Failure, Group, Sample, Status
 from ._statistics import Produced
 from ._streak import FailureStreak
-from ._table import GroupTable, Row
+from ._table import GroupTable, Row, RowState
 from ._task import TaskSpec
 from .errors import leaves
 
@@ -110,12 +112,37 @@ class GroupRunner:
             # No await from here on: nothing can come between the freezing and the table.
             self._settle(members, self._services.gate.clock() - members.started)
 
+    def note(self, now: float) -> list[GroupNote]:
+        """What there is of the groups in flight, for a checkpoint."""
+        return [members.note(now, whole=self._by_group_loop) for members in self.live]
+
+    def restore(self, visit: Visit, version: int) -> None:
+        """Enters a visit of a checkpoint; one that was in flight settles, as if it had been cut then."""
+        row = self._table.enter(visit, version=version)
+        for reason, tokens in visit.left:
+            self._table.count_leaving(reason, tokens)
+        counters = self._services.counters
+        counters.discarded += visit.discarded
+        counters.unseen_turns += visit.unseen
+        counters.restarted += visit.restarted
+        if row.state is RowState.FLIGHT:
+            self._end(row, visit.group.samples, 0.0, visit.journals, visit.counted)
+
     def _settle(self, members: Members, seconds: float) -> None:
-        row = members.row
-        samples: Sequence[Sample] = members.freeze()
+        samples = members.freeze()
         self.live.discard(members)
+        self._end(members.row, samples, seconds, members.journals, members.row.kept)
+
+    def _end(
+        self,
+        row: Row,
+        samples: Sequence[Sample],
+        seconds: float,
+        journals: Mapping[int, Journal],
+        counted: Collection[int],
+    ) -> None:
         for sample in samples:
-            if sample.status is Status.COMPLETED and sample.index not in row.kept:
+            if sample.status is Status.COMPLETED and sample.index not in counted:
                 self.produced.add(sample)
         try:
             if self._spec.refine is not None:
@@ -127,7 +154,7 @@ class GroupRunner:
             self._on_break("production failed", error)
             raise
         finally:
-            outcome = self._table.settle(row, samples, seconds, members.journals)
+            outcome = self._table.settle(row, samples, seconds, journals)
             self._services.gate.ended()
             self._services.instruments.tell("group_ended", row.members, outcome)
             self._on_settled(row)

@@ -5,10 +5,10 @@ recorded turns and results of tools, as long as the loop asks for what it asked 
 else, or for more, it is on its own again: it goes on live.
 
 Concurrent parts of a loop need not ask in the same order again. So nothing is kept in one list: turns are matched in
-the order of their context, which is known by its prompt ids; calls in the order of the task that made them, which is
-known by what it calls. Every call has a number, given when it begins. If a part of the loop asks for something else
-than it did, everything that began after its last answer is given up, in the other parts too: what they did may have
-followed from it.
+the order of their context, which is known by its prompt ids; calls in the order of the task that made them: the one
+that runs the loop, or one that is known by what it calls. Every call has a number, given when it begins. If a part of
+the loop asks for something else than it did, everything that began after its last answer is given up, in the other
+parts too: what they did may have followed from it.
 
 Appends, messages and draws are not in it. The loop makes them again, and they show in what is sent with the next turn:
 that is compared token by token.
@@ -30,6 +30,7 @@ from ._response import Response
 
 __all__ = [
     "AS_THE_TASK",
+    "MAIN",
     "CallKind",
     "CallLog",
     "ContextReplay",
@@ -63,6 +64,9 @@ class Request:
 
 
 AS_THE_TASK = Request()
+
+MAIN = 0
+"""The strand of the task that runs the loop."""
 
 
 @frozen(eq=False)
@@ -144,7 +148,8 @@ class RecordedCall:
 
     Attributes:
         begun: Its number among the rollout's calls, given when it began.
-        strand: Tells the loop's tasks apart; calls of one task have one order.
+        strand: Tells the loop's tasks apart; calls of one task have one order. That of the task that runs the loop is
+            `MAIN`.
         kind: What was called.
         name: The tool's name.
         given: A fingerprint of what it was given.
@@ -342,7 +347,6 @@ class Replay:
         self.contexts: list[ContextReplay] = []
         self._opened: list[ContextReplay] = []
         self._strands: dict[int, deque[RecordedCall]] = {}
-        self._gave_a_call = False
         self._latest = -1
         self._diverged = False
         self._counters = counters
@@ -397,26 +401,22 @@ class Replay:
 
         Args:
             asked: The call as it would be recorded.
-            strand: That of the task that makes it, if it is known from an earlier call.
+            strand: That of the task that makes it: `MAIN`, or known from an earlier call; `None` if it is its first.
 
         Returns:
             The recorded call, or `None` if the loop is on its own here.
         """
         heads = [calls[0] for calls in self._strands.values() if calls]
-        # Its own strand first. A task that ended may have left its identity to a new one, so the others too.
+        # Its own strand first; then the others, since tasks that made the same call may have changed places.
         heads.sort(key=lambda head: (head.strand != strand, head.begun))
         for head in heads:
-            if head.asks_the_same(asked):
+            if (head.strand == MAIN) == (strand == MAIN) and head.asks_the_same(asked):
                 self._strands[head.strand].popleft()
-                self._gave_a_call = True
                 self.gave(head)
                 return head
-        if strand is not None:
-            own = self._strands.get(strand)
-            if own:
-                self.cut(own[0].begun)
-        elif len(self._strands) == 1 and not self._gave_a_call:
-            self.cut(heads[0].begun)  # one task made all calls, and this is its first one now
+        own = None if strand is None else self._strands.get(strand)
+        if own:
+            self.cut(own[0].begun)
         return None
 
     def cut(self, begun: int) -> None:
@@ -463,22 +463,27 @@ class CallLog:
         calls: The calls, by number.
     """
 
-    __slots__ = ("_next", "_strands", "calls")
+    __slots__ = ("_next", "calls")
 
     def __init__(self, journal: Journal | None) -> None:
         self.calls: dict[int, RecordedCall] = {}
-        self._strands: dict[int, int] = {}  # by task
         known = () if journal is None else journal.calls
-        self._next = 1 + max([call.strand for call in known], default=-1)
+        self._next = 1 + max([call.strand for call in known], default=MAIN)
 
     def begin(
-        self, number: int, task: int, kind: CallKind, name: str, given: str, replay: Replay | None
+        self,
+        number: int,
+        strand: int | None,
+        kind: CallKind,
+        name: str,
+        given: str,
+        replay: Replay | None,
     ) -> RecordedCall:
         """Records that a call has begun.
 
         Args:
             number: Its number, if it was not recorded before.
-            task: Identity of the task that makes it.
+            strand: That of the task that makes it: `MAIN`, or that of its last call; `None` if it is its first.
             kind: What is called.
             name: The tool's name.
             given: A fingerprint of what it is given.
@@ -487,14 +492,12 @@ class CallLog:
         Returns:
             The call. If it was recorded before, it is that one.
         """
-        strand = self._strands.get(task)
         call = RecordedCall(number, self._next if strand is None else strand, kind, name, given)
         recorded = None if replay is None else replay.call(call, strand)
         if recorded is not None:
             call = recorded
         elif strand is None:
             self._next += 1
-        self._strands[task] = call.strand
         self.calls[call.begun] = call
         return call
 

@@ -25,6 +25,7 @@ from ._records import Failure, FailureKind, Prompt, Sample, Status
 from ._response import token_column
 from ._rollout import (
     Rollout,
+    begin_loop,
     freeze_rollout,
     give_up_rollout,
     must_restart,
@@ -309,6 +310,7 @@ class Members:
 
     async def _run_loop(self, rollout: Rollout) -> None:
         """Runs the loop, and on another rollout in its place if a tool did not do the same again."""
+        begin_loop(rollout)
         try:
             await self._spec.loop.generate_sample(rollout)
         except Exception:
@@ -316,6 +318,7 @@ class Members:
                 raise
         if must_restart(rollout):
             rollout = self._restart(rollout)
+            begin_loop(rollout)
             await self._spec.loop.generate_sample(rollout)
 
     def over_limit(self, rollout: Rollout, message: str) -> Sample:

@@ -22,12 +22,15 @@ from ._checks import check_whole
 from ._gate import Gate
 from ._group import GroupRunner
 from ._sampler import Sampler
+from ._saved import Saved
 from ._slots import Call
+from ._snapshot import TaskNote
 from ._source import SourceSampler
 from ._strategies import Production
 from ._table import GroupTable, Row, RowState
 from ._task import TaskSpec
 from ._tree import TaskTree
+from .errors import CheckpointError, describe
 
 __all__ = ["Producer"]
 
@@ -281,6 +284,53 @@ class Producer:
     def held(self) -> int:
         """Prompts that a source gave and that no group has taken yet."""
         return self._sampler.held if isinstance(self._sampler, SourceSampler) else 0
+
+    @property
+    def source(self) -> SourceSampler | None:
+        """What draws from the user's source, if the task has one."""
+        return self._sampler if isinstance(self._sampler, SourceSampler) else None
+
+    def note(self, now: float, tokens: Mapping[str, int]) -> TaskNote | None:
+        """What there is of the task, for a checkpoint; `None` while a thread draws from its source.
+
+        Raises:
+            CheckpointError: The source can't say where it is.
+        """
+        sampler = self._sampler.note()
+        if sampler is None:
+            return None
+        prompts, produced = self.spec.prompts, self.runner.produced
+        return TaskNote(
+            group_size=self.spec.group_size,
+            shuffle=self.spec.shuffle,
+            prompts=prompts if isinstance(prompts, Sequence) else None,
+            sampler=sampler,
+            table=self.table.note(),
+            flight=self.runner.note(now),
+            tokens=tokens,
+            produced={name: getattr(produced, name) for name in produced.__slots__},
+        )
+
+    def restore(self, saved: Saved, version: int) -> None:
+        """Goes on from a checkpoint; before it runs.
+
+        Raises:
+            CheckpointError: What is there does not fit together.
+        """
+        name = self.spec.name
+        task = saved.engine.tasks[name]
+        try:
+            self.table.restore(task.table)
+            self.runner.produced.restore(task.produced)
+            self._sampler.restore(saved.samplers[name])
+            for visit in saved.visits:
+                if visit.group.task == name:
+                    self.runner.restore(visit, version)
+            self.table.balance()
+        except (KeyError, ValueError, AssertionError) as error:
+            raise CheckpointError(
+                f"the checkpoint's task {name!r} does not fit together: {describe(error)}"
+            ) from error
 
     def _draw(self) -> Row | None:
         row = self.table.redraw(self._gate.version, everything=self._sampler.exhausted)

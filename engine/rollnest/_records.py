@@ -581,6 +581,7 @@ class Batch:
         tasks: Statistics of each task.
         statistics: The same over all tasks.
         short: Whether it holds fewer groups than were asked for, because the prompts ended.
+        again: Whether it was handed over before, by an engine from whose checkpoint this one was restored.
     """
 
     index: int
@@ -589,6 +590,7 @@ class Batch:
     tasks: Mapping[str, BatchStatistics] = field(repr=_names)
     statistics: BatchStatistics = field(repr=False)
     short: bool = False
+    again: bool = False
 
     @property
     def samples(self) -> Iterator[Sample]:

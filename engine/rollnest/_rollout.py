@@ -13,7 +13,6 @@ from inspect import iscoroutinefunction
 from random import Random
 from typing import Any, TypeVar, TypeVarTuple, cast, overload
 
-from anyio import get_current_task
 from anyio.lowlevel import checkpoint
 
 from ._capture import ContextNote, RolloutNote, within
@@ -21,6 +20,7 @@ from ._codecs import decode, encode, fingerprint, same, unrecordable_return
 from ._context import Context, RolloutCore, RolloutServices, freeze_context, note_context
 from ._gate import OverLimit
 from ._journal import (
+    MAIN,
     CallKind,
     CallLog,
     Journal,
@@ -44,6 +44,7 @@ from .errors import JudgeError, LoopError, RollnestError, ToolError, describe
 
 __all__ = [
     "Rollout",
+    "begin_loop",
     "freeze_rollout",
     "give_up_rollout",
     "must_restart",
@@ -56,6 +57,11 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 _tool_key: ContextVar[str] = ContextVar("rollnest_tool_key")
+
+_caller: ContextVar[tuple[int, CallLog, int]] = ContextVar("rollnest_caller")
+"""The task that has made a call, of which rollout, and its strand there. A child task inherits it, but is another one;
+and no task can have the identity of its parent, as it may have that of one that ended.
+"""
 
 
 def tool_key() -> str:
@@ -101,6 +107,12 @@ def note_rollout(rollout: Rollout) -> RolloutNote:
         rollout: The rollout, not frozen.
     """
     return rollout._note()  # pyright: ignore[reportPrivateUsage]
+
+
+def begin_loop(rollout: Rollout) -> None:
+    """Says that the running task is the one that runs the rollout's loop."""
+    core = rollout._core  # pyright: ignore[reportPrivateUsage]
+    core.main = id(core.services.current_task())
 
 
 def must_restart(rollout: Rollout) -> bool:
@@ -583,7 +595,16 @@ class Rollout:
         log = self._log
         if log is None:
             log = self._log = CallLog(None)
-        call = log.begin(core.begun, get_current_task().id, kind, name, given, core.replay)
+        task, strand = id(core.services.current_task()), None
+        if task == core.main:
+            strand = MAIN
+        else:
+            caller = _caller.get(None)
+            if caller is not None and caller[:2] == (task, log):
+                strand = caller[2]
+        call = log.begin(core.begun, strand, kind, name, given, core.replay)
+        if strand is None:
+            _caller.set((task, log, call.strand))
         if call.begun < core.begun:
             return call, True
         core.begun += 1

@@ -9,9 +9,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from attrs import frozen
+
+from ._codecs import Plain
 from ._records import Prompt
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "SamplerNote"]
+
+
+@frozen(eq=False)
+class SamplerNote:
+    """Where a task's prompts are, for a checkpoint.
+
+    Attributes:
+        epoch: The epoch, counted from 0; 0 with a source.
+        drawn: Prompts drawn in it.
+        state: State of the user's source, if there is one.
+        held: Prompts that the source gave and that no group has taken.
+        ended: Whether the source has said that there are no more.
+    """
+
+    epoch: int
+    drawn: int
+    state: Plain = None
+    held: Sequence[Prompt] = ()
+    ended: bool = False
 
 
 class Sampler:
@@ -33,6 +55,24 @@ class Sampler:
     def position(self) -> tuple[int, int]:
         """The epoch, counted from 0, and how many of its prompts were drawn."""
         return self._epoch, self._drawn
+
+    def note(self) -> SamplerNote:
+        """Where it is."""
+        return SamplerNote(self._epoch, self._drawn)
+
+    def restore(self, note: SamplerNote) -> None:
+        """Goes on from there.
+
+        Raises:
+            ValueError: There is no such position.
+        """
+        epoch, drawn = note.epoch, note.drawn
+        if epoch < 0 or not 0 <= drawn < len(self._prompts):
+            raise ValueError(
+                f"there is no position {drawn} in epoch {epoch} of {len(self._prompts)} prompts"
+            )
+        self._epoch, self._drawn = epoch, drawn
+        self._order = self._order_of(epoch)
 
     @property
     def exhausted(self) -> bool:

@@ -1,12 +1,15 @@
-"""Cancel scopes of the running event loop, made without looking for the loop each time."""
+"""Cancel scopes and tasks of the running event loop, without looking for the loop each time."""
 
 from __future__ import annotations
 
+import sys
+from asyncio import current_task
 from collections.abc import Callable
 
 from anyio import CancelScope
+from anyio.lowlevel import current_token
 
-__all__ = ["loop_scopes"]
+__all__ = ["loop_scopes", "loop_tasks"]
 
 
 def loop_scopes() -> Callable[[], CancelScope]:
@@ -15,3 +18,11 @@ def loop_scopes() -> Callable[[], CancelScope]:
     `CancelScope()` asks which loop runs, and that takes longer than everything else that it does.
     """
     return type(CancelScope())
+
+
+def loop_tasks() -> Callable[[], object]:
+    """Returns what gives the task that runs in the running event loop."""
+    if hasattr(current_token().native_token, "time"):
+        return current_task
+    task: Callable[[], object] = sys.modules["trio"].lowlevel.current_task
+    return task

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections import deque
 from contextlib import nullcontext
 from inspect import isawaitable, iscoroutinefunction
+from threading import Lock
 
 from ._clock import loop_clock
+from ._codecs import decode, encode
 from ._records import Group, Prompt
+from ._sampler import SamplerNote
 from ._slots import Call, Slots
 from ._task import as_prompt
 from ._workers import Workers
 from .abc import Curriculum, PromptSource
-from .errors import DataError, describe
+from .errors import CheckpointError, DataError, describe
 
 __all__ = ["SourceSampler"]
 
@@ -43,6 +46,7 @@ class SourceSampler:
         self._drawn = 0
         self._known: dict[str, Prompt] = {}  # by uid, the last ones
         self._reports: deque[Group] = deque()
+        self._lock = Lock()  # held by a thread while it draws, also by one that nobody waits for
 
     @property
     def held(self) -> int:
@@ -77,6 +81,9 @@ class SourceSampler:
             raise self._attributed("draw", error) from error
         finally:
             self.drawing = False
+        self._report_all()
+
+    def _report_all(self) -> None:
         while self._reports:
             self._report(self._reports.popleft())
 
@@ -100,10 +107,55 @@ class SourceSampler:
                 raise self._attributed("report", error) from error
 
     def _draw(self) -> None:
-        item = self._source.draw()
-        if isawaitable(item):
-            raise TypeError("draw() returned an awaitable, but is not declared with `async def`")
-        self._put(item)
+        with self._lock:
+            item = self._source.draw()
+            if isawaitable(item):
+                raise TypeError(
+                    "draw() returned an awaitable, but is not declared with `async def`"
+                )
+            self._put(item)
+
+    def wait_for_thread(self) -> None:
+        """Blocks until no thread draws; for a worker thread."""
+        with self._lock:
+            pass
+
+    def note(self) -> SamplerNote | None:
+        """Where the source is, together with what is held: neither changes meanwhile; `None` while a thread draws.
+
+        Raises:
+            CheckpointError: The source raised, or its state is nothing that a checkpoint can hold.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            if not iscoroutinefunction(self._source.draw):
+                self._report_all()  # no thread draws now, so it may hear of what has ended meanwhile
+            state = dict(self._source.state_dict())
+            plain = encode(state, f"the prompt source of task {self.uid!r} has a state with")
+        except Exception as error:
+            raise CheckpointError(
+                f"the prompt source of task {self.uid!r}, state_dict(): {describe(error)}"
+            ) from error
+        finally:
+            self._lock.release()
+        return SamplerNote(0, self._drawn, plain, tuple(self._held), self.ended)
+
+    def restore(self, note: SamplerNote) -> None:
+        """Goes on from a checkpoint; before the first draw.
+
+        Raises:
+            CheckpointError: The source raised.
+        """
+        try:
+            self._source.load_state_dict(decode(note.state))
+        except Exception as error:
+            raise CheckpointError(
+                f"the prompt source of task {self.uid!r}, load_state_dict(): {describe(error)}"
+            ) from error
+        self._drawn, self.ended = note.drawn, note.ended
+        self._held.extend(note.held)
+        self._known.update({prompt.uid: prompt for prompt in note.held})
 
     def _put(self, item: object) -> None:
         if item is None:

@@ -153,6 +153,12 @@ class Produced:
         self.rewards = 0
         self.reward_sum = 0.0
 
+    def restore(self, counts: Mapping[str, float]) -> None:
+        """Goes on from the counts of a checkpoint."""
+        self.samples = int(counts["samples"])
+        self.rewards = int(counts["rewards"])
+        self.reward_sum = counts["reward_sum"]
+
     def add(self, sample: Sample) -> None:
         """Counts one."""
         self.samples += 1

@@ -15,15 +15,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from typing import Any, NamedTuple
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from ._buffer import ReplayBuffer
+from ._capture import Place, Visit
 from ._figures import GroupFigures
 from ._journal import Journal
 from ._records import FailureKind, Group, Prompt, Sample, Status
 
-__all__ = ["EXPIRED", "EXPIRED_RETRIES", "FILTERED", "GroupTable", "Row", "RowState"]
+__all__ = [
+    "EXPIRED",
+    "EXPIRED_RETRIES",
+    "FILTERED",
+    "NEWER",
+    "GroupTable",
+    "Row",
+    "RowState",
+    "TableNote",
+]
 
 EXPIRED_RETRIES = 3
 """How often a row that has become too old is drawn again; every retry has a bound."""
@@ -36,6 +47,9 @@ EXPIRED = "expired"
 
 RESTARTED = "restarted"
 """Why a completed member left whose group had to be generated again as a whole."""
+
+NEWER = "newer weights"
+"""Why a member left that newer weights had made than those with which its engine was restored."""
 
 OTHER = "other"
 """The reason in the place of those beyond the first `_REASONS`: users give them, and counters must not grow."""
@@ -66,6 +80,7 @@ class Row:
         group: The frozen members, once they have all ended.
         expiries: How often it became too old.
         in_tail: Whether it is of a tail batch, until it has ended.
+        restart: Why nothing of it is kept when it is drawn again; `None` if that is not so.
         seconds: Time from its start to its end, over all runs.
     """
 
@@ -77,6 +92,7 @@ class Row:
         "journals",
         "kept",
         "prompt",
+        "restart",
         "seconds",
         "state",
         "unjudged",
@@ -93,6 +109,7 @@ class Row:
         self.group: Group | None = None
         self.expiries = 0
         self.in_tail = False
+        self.restart: str | None = None
         self.seconds = 0.0
         self._figures: GroupFigures | None = None
 
@@ -113,6 +130,67 @@ class Row:
 
     def __repr__(self) -> str:
         return f"<Row {self.prompt.uid!r} visit {self.visit}: {self.state.value}>"
+
+
+class _Waiting(NamedTuple):
+    """A row that waits, with what may change of it."""
+
+    place: Place
+    row: Row
+    group: Group | None
+    journals: Mapping[int, Journal]
+    expiries: int
+    seconds: float
+    in_tail: bool
+    restart: str | None
+
+
+@frozen(eq=False)
+class TableNote:
+    """The rows of one task that wait, and its counters, at one moment: what a checkpoint needs of them.
+
+    Attributes:
+        counters: By name.
+        ready: Rows that were ready, with what may change of each: group, `expiries`, `seconds`.
+        waiting: Rows that waited to be drawn again, in order.
+    """
+
+    counters: Mapping[str, Any]
+    ready: tuple[Sequence[Row], Sequence[Group | None], Sequence[int], Sequence[float]]
+    waiting: Sequence[_Waiting]
+
+    def visits(self) -> Iterator[Visit]:
+        """The rows as they stood."""
+        for _, group, expiries, seconds in zip(*self.ready, strict=True):
+            assert group is not None
+            yield Visit(place="ready", group=group, expiries=expiries, seconds=seconds)
+        for place, _, group, journals, expiries, seconds, in_tail, restart in self.waiting:
+            assert group is not None
+            yield Visit(
+                place=place,
+                group=group,
+                journals=journals,
+                expiries=expiries,
+                seconds=seconds,
+                in_tail=in_tail,
+                restart=restart,
+            )
+
+
+_COUNTERS = (
+    "drawn",
+    "redrawn",
+    "delivered",
+    "expired",
+    "filtered_samples",
+    "delivered_tokens",
+    "dropped_tokens",
+    "expired_tokens",
+    "members",
+    "delivered_members",
+    "dropped_members",
+)
+_COUNTERS_BY_REASON = ("dropped", "shrunk", "failures")
 
 
 class GroupTable:
@@ -225,7 +303,9 @@ class GroupTable:
             is_old = self._masked(sample, version).lag(version) > self._max_staleness
             journal = row.journals.get(sample.index)
             completed = sample.status is Status.COMPLETED
-            if completed and not self._restart_whole:
+            if row.restart is not None:
+                self.let_go(sample, row.restart)
+            elif completed and not self._restart_whole:
                 row.kept[sample.index] = sample
             elif sample.unjudged and not self._restart_whole:
                 whole = evolve(sample, status=Status.COMPLETED, unjudged=False)
@@ -241,6 +321,7 @@ class GroupTable:
                     self.expired_tokens += sample.policy_tokens
         row.journals = journals
         row.group = None
+        row.restart = None
         row.state = RowState.FLIGHT
         self.flight[row.visit] = row
         self.redrawn += 1
@@ -324,10 +405,14 @@ class GroupTable:
 
     def let_go(self, sample: Sample, reason: str) -> None:
         """Counts a member that left its group."""
+        self.count_leaving(reason, sample.policy_tokens)
+
+    def count_leaving(self, reason: str, tokens: int) -> None:
+        """Counts a member with so many tokens that left its group."""
         if reason not in self.shrunk and len(self.shrunk) >= _REASONS:
             reason = OTHER
         self.shrunk[reason] += 1
-        self.dropped_tokens += sample.policy_tokens
+        self.dropped_tokens += tokens
 
     def is_lost(self, row: Row, ended: Iterable[Sample], version: int) -> bool:
         """Whether a row in flight can't be delivered: a member is too old, and it may not expire once more."""
@@ -351,6 +436,73 @@ class GroupTable:
         """Starts counting anew how many rows were dropped in a row."""
         self.dropped_in_a_row.clear()
         self.failures_in_a_row.clear()
+
+    def note(self) -> TableNote:
+        """What there is of the rows that wait, for a checkpoint."""
+        counters: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
+        for name in _COUNTERS_BY_REASON:
+            counters[name] = dict(getattr(self, name))
+        # Lists of what there is already: nothing is made for each of many thousand rows.
+        rows = self._buffer.ready_rows()
+        ready = (
+            rows,
+            [row.group for row in rows],
+            [row.expiries for row in rows],
+            [row.seconds for row in rows],
+        )
+        places: tuple[Place, ...] = ("held", "expired", "cut")
+        waiting = [
+            _Waiting(place, r, r.group, r.journals, r.expiries, r.seconds, r.in_tail, r.restart)
+            for place, rows in zip(places, self._buffer.waiting_rows(), strict=True)
+            for r in rows
+        ]
+        return TableNote(counters, ready, waiting)
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Goes on from the counters of a checkpoint."""
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+        for name in _COUNTERS_BY_REASON:
+            getattr(self, name).update(counters[name])
+
+    def enter(self, visit: Visit, *, version: int) -> Row:
+        """Enters a visit of a checkpoint; one that was in flight is in flight, and is to be settled.
+
+        One with tokens of newer weights than `version` waits, and begins anew when it is drawn. So does one that was
+        delivered: it is not, then.
+        """
+        row = Row(visit.group.prompt, visit.group.visit)
+        row.group = visit.group
+        row.journals = visit.journals
+        row.expiries, row.seconds, row.restart = visit.expiries, visit.seconds, visit.restart
+        newest = visit.newest_version
+        is_newer = newest is not None and newest > version
+        if visit.place == "delivered":
+            self.delivered -= 1
+            self.delivered_members -= len(visit.group)
+            self.delivered_tokens -= _tokens(row)
+        if is_newer:
+            row.restart = NEWER
+        if visit.place == "flight" and not is_newer:
+            self.flight[row.visit] = row
+        elif visit.place in ("ready", "delivered") and not is_newer:
+            row.state = RowState.READY
+            self._buffer.put(row, visit.group.oldest_version or 0, row.visit)
+        else:
+            row.state = RowState.WAITING
+            row.in_tail = visit.in_tail
+            self.tail += row.in_tail
+            self._wait(row, visit.place)
+        return row
+
+    def _wait(self, row: Row, place: Place) -> None:
+        match place:
+            case "expired":
+                self._buffer.wait_again(row)
+            case "held":
+                self._buffer.wait_expired(row)
+            case _:
+                self._buffer.wait_cut(row)
 
     def balance(self) -> None:
         """Checks I7.

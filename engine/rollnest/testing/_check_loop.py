@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from anyio import Event, create_task_group, fail_after
+from anyio import CancelScope, Event, create_task_group, fail_after
 from attrs import evolve, field, frozen
 
 from rollnest._attempt import Attempt
@@ -15,7 +15,7 @@ from rollnest._checks import check_whole
 from rollnest._engine import Engine
 from rollnest._loops import AgentLoop, LoopFunction
 from rollnest._options import Limits, Sampling
-from rollnest._records import Prompt, Sample, Status
+from rollnest._records import Group, Prompt, Sample, Status
 from rollnest._statistics import EngineStatistics
 from rollnest._task import PromptLike, TaskSpec
 from rollnest.abc import JudgerLike, PauseMode, Tokenizer
@@ -48,6 +48,7 @@ class LoopReport:
         paused: Runs that were paused, by mode; those that had ended before their step are not counted.
         cancelled: Runs that were cancelled.
         evicted: Times that a group was evicted and went on.
+        restored: Runs that were saved, ended there, and went on in another engine.
         replayed_turns: Turns that were given again from journals.
         resumed_turns: Turns that went on from a partial.
         tool_calls: Calls of tools in an uninterrupted run.
@@ -58,6 +59,7 @@ class LoopReport:
     paused: Mapping[PauseMode, int]
     cancelled: int
     evicted: int
+    restored: int
     replayed_turns: int
     resumed_turns: int
     tool_calls: int
@@ -82,11 +84,12 @@ def check_loop(
 
     A small task with the loop runs under virtual time, against a `ScriptedController` that sends its answers token by
     token. It runs without interruption first; then once for every scheduler step and each pause mode, paused at that
-    step, and evicted a second time soon after where the mode is `EVICT`; then once for every step, cancelled at it.
+    step, and evicted a second time soon after where the mode is `EVICT`; then once for every step, saved and ended at
+    it, and gone on with in another engine; then once for every step, cancelled at it.
 
     Each run that was not cancelled must end with the same samples as the uninterrupted one, whatever was aborted, went
-    on and was replayed in between: the same tokens, verdicts and outcomes. Every sample passes `check_sample`, every
-    token is accounted for, no tool runs again that has ended, and no task or thread is left.
+    on, was restored and replayed in between: the same tokens, verdicts and outcomes. Every sample passes
+    `check_sample`, every token is accounted for, no tool runs again that has ended, and no task or thread is left.
 
     A loop passes if what it does follows from what its rollout gave it: turns, results of `rollout.tool`, draws from
     `rollout.random`. One that reads a clock, the `random` module or a variable that outlives it does not.
@@ -135,6 +138,7 @@ def check_loop(
         check.uninterrupted(backend)
         for mode in modes:
             check.paused(backend, mode, every)
+        check.restored(backend, every)
         check.cancelled(backend, every)
     return check.report()
 
@@ -204,17 +208,36 @@ class _Outcome:
     statistics: EngineStatistics = field(eq=False)
 
 
+@frozen
+class Saved:
+    """A run that was saved, and what it had done by then."""
+
+    state: Mapping[str, bytearray]
+    committed: int
+    tools: Mapping[tuple[str, str], int]
+    groups: Sequence[tuple[Group, str]]
+
+
 class PlayedTask:
     """One run of a task to its end, under interruptions."""
 
     def __init__(
-        self, task: TaskSpec, script: Script | None = None, tokenizer: Tokenizer | None = None
+        self,
+        task: TaskSpec,
+        script: Script | None = None,
+        tokenizer: Tokenizer | None = None,
+        after: Saved | None = None,
     ) -> None:
-        self.controller = ScriptedController(
-            None if script is None else _Continuing(script), rate=_RATE, stream=True
-        )
+        self.script = script
+        self.controller = ScriptedController(script, rate=_RATE, stream=True)
         self.tools = _Tools()
         self.engine = Engine(self.controller, task, tokenizer=tokenizer, instruments=[self.tools])
+        self._committed_before = 0
+        if after is not None:
+            self.engine.load_state_dict(after.state)
+            self._committed_before = after.committed
+            self.tools.ended.update(after.tools)
+            self.tools.groups.extend(after.groups)
         self.entered = False
         self._groups = len(task.prompts) if isinstance(task.prompts, Sequence) else 1
 
@@ -230,11 +253,28 @@ class PlayedTask:
                     pass  # every sample failed
                 tasks.cancel_scope.cancel()
 
+    def save(self) -> Saved | None:
+        """Saves it as it is; `None` if it was not entered yet."""
+        if not self.entered:
+            return None
+        return Saved(
+            state=self.engine.state_dict(),
+            committed=self._committed,
+            tools=dict(self.tools.ended),
+            groups=[
+                (group, outcome) for group, outcome in self.tools.groups if outcome != "waiting"
+            ],
+        )
+
+    @property
+    def _committed(self) -> int:
+        return self._committed_before + self.controller.committed
+
     async def _pause(self, interruptions: Sequence[tuple[Event, PauseMode]]) -> None:
         for event, mode in interruptions:
             await event.wait()
             async with self.engine.paused(mode):
-                assert_conserved(self.engine, committed=self.controller.committed)
+                assert_conserved(self.engine, committed=self._committed)
 
     def check(self, report: StepReport) -> None:
         """Checks what must hold after every run."""
@@ -243,7 +283,7 @@ class PlayedTask:
         assert not self.controller.open, "a request was left open"
         assert not self.controller.while_paused, "the policy sampled while it was paused"
         if self.entered:
-            assert_conserved(self.engine, committed=self.controller.committed)
+            assert_conserved(self.engine, committed=self._committed)
 
     @property
     def outcome(self) -> _Outcome:
@@ -275,6 +315,7 @@ class _Check:
         self._runs = 0
         self._paused: Counter[PauseMode] = Counter()
         self._cancelled = 0
+        self._restored = 0
         self._figures: Counter[str] = Counter()
 
     def report(self) -> LoopReport:
@@ -285,6 +326,7 @@ class _Check:
             paused=dict(self._paused),
             cancelled=self._cancelled,
             evicted=self._figures["redrawn"],
+            restored=self._restored,
             replayed_turns=self._figures["replayed_turns"],
             resumed_turns=self._figures["resumed_turns"],
             tool_calls=sum(self._expected.tools.values()),
@@ -326,6 +368,49 @@ class _Check:
             self._paused[mode] += 1
             step += every
 
+    def restored(self, backend: Backend, every: int) -> None:
+        step = 1
+        while True:
+            where = f"saved and restored at step {step} on {backend}"
+            saved, script, acted = self._save_at(where, backend, step)
+            if not acted:
+                return
+            if saved is not None:
+                run, _ = self._play(where, backend, {}, script, saved)
+                statistics = run.engine.statistics()
+                _hold(where, statistics.total("restarted") == 0, "a tool did not do the same again")
+                has_diverged = statistics.total("diverged") > 0
+                again = "the loop asked for something else when it ran again"
+                self._compare(f"{where}: {again}" if has_diverged else where, run)
+                _hold(where, not has_diverged, again)
+                for name in ("replayed_turns", "resumed_turns"):
+                    self._figures[name] += statistics.total(name)
+                self._restored += 1
+            step += every
+
+    def _save_at(
+        self, where: str, backend: Backend, step: int
+    ) -> tuple[Saved | None, Script | None, bool]:
+        """Runs until a step, saves there and ends; says whether it came so far."""
+        run = self._run()
+        saved: list[Saved | None] = []
+        scopes: list[CancelScope] = []
+
+        async def operation() -> None:
+            with CancelScope() as scope:
+                scopes.append(scope)
+                await run.play()
+
+        def save_and_end() -> None:
+            saved.append(run.save())
+            scopes[0].cancel()
+
+        try:
+            report = act_at_steps(operation, {step: save_and_end}, backend=backend)
+        except Exception as error:
+            raise AssertionError(f"{where}: {error!r}") from error
+        return (saved[0] if saved else None), run.script, bool(report.acted)
+
     def cancelled(self, backend: Backend, every: int) -> None:
         step = 1
         while True:
@@ -342,14 +427,21 @@ class _Check:
             self._cancelled += 1
             step += every
 
-    def _run(self) -> PlayedTask:
+    def _run(self, script: Script | None = None, after: Saved | None = None) -> PlayedTask:
         self._runs += 1
-        return PlayedTask(self._task, self._script, self._tokenizer)
+        if script is None and self._script is not None:
+            script = _Continuing(self._script)
+        return PlayedTask(self._task, script, self._tokenizer, after)
 
     def _play(
-        self, where: str, backend: Backend, pauses: Mapping[int, PauseMode]
+        self,
+        where: str,
+        backend: Backend,
+        pauses: Mapping[int, PauseMode],
+        script: Script | None = None,
+        after: Saved | None = None,
     ) -> tuple[PlayedTask, StepReport]:
-        run = self._run()
+        run = self._run(script, after)
         events: dict[int, Event] = {}
 
         async def operation() -> None:
