@@ -39,7 +39,7 @@ MODULES = [
     "rollnest_adapters.bench",
     "rollnest_adapters.cli",
 ]
-HANDED_OUT = {"BlockingEngine", "BlockingPause", "Context", "Pause", "Rollout"}
+HANDED_OUT = {"BlockingEngine", "BlockingPause", "Context", "Pause", "Policy", "Rollout"}
 """Classes that the engine makes and users only receive; how they are made is nobody's business."""
 
 WIDTH = 100

@@ -79,6 +79,7 @@ LAYERS: list[list[str]] = [
         "_loops",
         "_members",
         "_pause",
+        "_policy",
         "_prober",
         "_producer",
         "_restore",

@@ -23,6 +23,8 @@ from ._options import FailurePolicy as FailurePolicy
 from ._options import Limits as Limits
 from ._options import Sampling as Sampling
 from ._pause import Pause as Pause
+from ._policy import Policy as Policy
+from ._policy import current_policy as current_policy
 from ._process_judger import ProcessJudger as ProcessJudger
 from ._records import Batch as Batch
 from ._records import BatchStatistics as BatchStatistics

@@ -61,6 +61,7 @@ from ._loops import overrides_generate_group
 from ._options import Capacity, Sampling
 from ._outage import Outage
 from ._pause import Pause, PauseContext
+from ._policy import policy_services
 from ._prober import Prober
 from ._process_judger import main_file
 from ._processes import Processes
@@ -122,6 +123,7 @@ class _Parts:
     processes: Processes
     producers: Mapping[str, Producer]
     counters: Mapping[str, TokenCounters]
+    judge_counters: TokenCounters
     delivery: Delivery
     admission: Admission
     eviction: Eviction
@@ -806,6 +808,7 @@ class Engine:
             probe_tokens=parts.outage.counters.committed,
             evaluations=parts.evaluations.count,
             evaluation_tokens=parts.evaluations.tokens,
+            judge_tokens=parts.judge_counters.committed,
             loop_lag_max=parts.lag.longest,
             abandoned_threads=len(parts.workers.abandoned),
             tasks={
@@ -1005,6 +1008,7 @@ class Engine:
         admission = Admission(self._capacity.groups, weights)
         current_task = loop_tasks()
         counters = {spec.name: TokenCounters() for spec in self._specs}
+        judge_counters = TokenCounters()
         producers: dict[str, Producer] = {}
         services_of: dict[str, RolloutServices] = {}
 
@@ -1024,6 +1028,7 @@ class Engine:
                 workers=workers,
                 processes=processes,
                 limit=spec.limits.judge,
+                policy=policy_services(services_of[self._specs[0].name], judge_counters),
             )
 
         for spec in self._specs:
@@ -1124,6 +1129,7 @@ class Engine:
             processes=processes,
             producers=producers,
             counters=counters,
+            judge_counters=judge_counters,
             delivery=delivery,
             admission=admission,
             eviction=Eviction(producer.runner for producer in producers.values()),

@@ -19,8 +19,10 @@ from typing import Any, TypeAlias, cast
 
 from attrs import evolve, field, frozen
 
+from ._context import RolloutServices
 from ._gate import Gate, OverLimit
 from ._judgers import is_composite, judges_groups
+from ._policy import Policy, enter_policy, leave_policy
 from ._process_judger import ProcessJudger
 from ._processes import Processes
 from ._records import Failure, Prompt, Sample, Status, Verdict
@@ -71,8 +73,10 @@ class Judging:
         workers: Workers,
         processes: Processes,
         limit: float | None,
+        policy: RolloutServices,
     ) -> None:
         self._judger = judger
+        self._policy = policy
         self._gate = gate
         self._slots = slots
         self._policy_slots = _PolicySlots(slots, gate)
@@ -97,6 +101,8 @@ class Judging:
 
         Cancellation: an async judger is cancelled; a sync one's thread is abandoned, its process killed.
         """
+        policy = Policy(self._policy, of.uid) if leaf.uses_policy else None
+        token = enter_policy(policy)
         with _named(leaf.path):
             try:
                 return await self._ask(leaf, given, of, by)
@@ -107,6 +113,7 @@ class Judging:
                     raise JudgeError("the judger cancelled itself") from error
                 raise
             finally:
+                leave_policy(token)
                 self._gate.ended()
 
     async def _ask(

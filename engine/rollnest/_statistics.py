@@ -112,6 +112,7 @@ class EngineStatistics:
         probe_tokens: Tokens of the requests that asked whether it works; they are in no record and no task's figures.
         evaluations: Evaluations that were asked for.
         evaluation_tokens: Tokens recorded in attempts of evaluations; they are in no task's figures.
+        judge_tokens: Tokens that the policy made for judgers that asked it; they are in no task's figures.
         loop_lag_max: Seconds of the event loop's longest silence while groups were in flight; 0 under virtual time.
         abandoned_threads: Worker threads that nobody waits for any more and that still run.
         tasks: Figures of each task.
@@ -128,6 +129,7 @@ class EngineStatistics:
     probe_tokens: int = 0
     evaluations: int = 0
     evaluation_tokens: int = 0
+    judge_tokens: int = 0
     loop_lag_max: float = 0.0
     abandoned_threads: int
     tasks: Mapping[str, TaskStatistics] = field(repr=False)

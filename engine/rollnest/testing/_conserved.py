@@ -38,7 +38,7 @@ def assert_conserved(engine: Engine, *, committed: int | None = None) -> None:
             f"{task.tokens_in_records} in records, {task.tokens_discarded} discarded"
         )
     if committed is not None:
-        apart = statistics.evaluation_tokens + statistics.probe_tokens
+        apart = statistics.evaluation_tokens + statistics.probe_tokens + statistics.judge_tokens
         recorded = statistics.total("tokens_committed") + apart
         assert committed == recorded, (
             f"the controller committed {committed}, attempts recorded {recorded}"
