@@ -10,8 +10,18 @@ from typing import Any
 import anyio.lowlevel
 
 from rollnest.abc import InferenceController, WeightSource
-from rollnest.testing.servers import PolicyServer, Request, VllmServer
+from rollnest.testing.servers import (
+    LlamacppServer,
+    LmdeployServer,
+    PolicyServer,
+    Request,
+    SglangServer,
+    VllmServer,
+)
 from rollnest_adapters._http_controller import HttpController
+from rollnest_adapters.llamacpp import LlamacppController
+from rollnest_adapters.lmdeploy import LmdeployController
+from rollnest_adapters.sglang import SglangController
 from rollnest_adapters.vllm import VllmController
 
 from .conformance import ControllerCase, Stall
@@ -131,7 +141,7 @@ class HttpCase(ControllerCase):
 
 
 def _step(key: str) -> Any:
-    return int(key) if key.isdigit() else key
+    return int(key) if key.lstrip("-").isdigit() else key
 
 
 def found(answer: Any, path: str) -> Any:
@@ -252,8 +262,193 @@ class VllmCase(HttpCase):
         return changed(answer, "choices.0.logprobs.content", without_last)
 
 
+class SglangCase(HttpCase):
+    """SGLang; streams are incremental unless said otherwise."""
+
+    def make_server(self, **options: Any) -> PolicyServer:
+        return SglangServer(**options)
+
+    def make(self, url: str, **options: Any) -> SglangController:
+        if self.streams:
+            options.setdefault("stream_every", 4)
+        return SglangController(url, **options)
+
+    def name_of(self, request: Request) -> str:
+        name: str = request.json()["rid"]
+        return name
+
+    def is_generation(self, request: Request) -> bool:
+        return "token_ids_logprob" not in request.json()
+
+    def lies(self) -> Mapping[str, tuple[Edit, str]]:
+        given = "meta_info.output_token_logprobs"
+        some: dict[str, tuple[Edit, str]] = {
+            "no JSON": (lambda _: b"<html>busy</html>", "JSON is malformed"),
+            "a list": (lambda _: [1], "Expected `object`, got `array`"),
+            "logprobs null": (edit(given, None), "output_token_logprobs is null"),
+            "a logprob that is null": (edit(f"{given}.0.0", None), "got `null`"),
+            "a logprob that is NaN": (edit(f"{given}.0.0", float("nan")), "malformed"),
+            "a logprob above 0": (edit(f"{given}.-1.0", 0.5), "0.5"),
+            "a token that is text": (edit(f"{given}.0.1", "x"), "Expected `int`, got `str`"),
+            "a token out of range": (edit(f"{given}.-1.1", 1000), "outside the vocabulary of 1000"),
+            "a negative token": (edit(f"{given}.-1.1", -1), "-1"),
+            "an unknown reason": (edit("meta_info.finish_reason.type", "tired"), "reason 'tired'"),
+            "another prompt": (edit("meta_info.prompt_tokens", 99), "a prompt of 99 tokens"),
+            "a gap in the versions": (
+                edit("meta_info.weight_versions", [{"version": "default", "start": 1, "end": 9}]),
+                "gap before token 1",
+            ),
+            "a version that is no number": (
+                edit("meta_info.weight_versions.0.version", "step-3"),
+                "calls its weights 'step-3'",
+            ),
+        }
+        if not (self.streams and self.cumulative):
+            some["fewer logprobs"] = (self.short_logprobs, "it made 6 tokens and sent 5")
+        return {
+            name: (final(change, "meta_info.finish_reason"), says)
+            for name, (change, says) in some.items()
+        }
+
+    cumulative = False
+
+    def null_reason(self, answer: Any) -> Any:
+        return changed(answer, "meta_info.finish_reason", None)
+
+    def short_logprobs(self, answer: Any) -> Any:
+        return changed(answer, "meta_info.output_token_logprobs", without_last)
+
+
+class SglangCumulativeCase(SglangCase):
+    """SGLang as it streams by itself: each part holds everything before it."""
+
+    cumulative = True
+
+    def make_server(self, **options: Any) -> PolicyServer:
+        return SglangServer(incremental=False, **options)
+
+
+class LmdeployCase(HttpCase):
+    """LMDeploy."""
+
+    def make_server(self, **options: Any) -> PolicyServer:
+        return LmdeployServer(**options)
+
+    def make(self, url: str, **options: Any) -> LmdeployController:
+        options.pop("stream_every", None)
+        options.setdefault("vocab_size", self.server.policy.vocab_size)
+        options.setdefault("max_context", self.server.policy.max_context)
+        return LmdeployController(url, stream=self.streams, **options)
+
+    def new_weights(self) -> WeightSource:
+        return self.moved
+
+    async def moved(self) -> None:
+        """The trainer's own transfer."""
+        self.server.policy.load("/models/other")
+        await anyio.lowlevel.checkpoint()
+
+    def name_of(self, request: Request) -> str:
+        return str(request.json()["session_id"])
+
+    def is_generation(self, request: Request) -> bool:
+        return "session_id" in request.json()
+
+    def lies(self) -> Mapping[str, tuple[Edit, str]]:
+        given = "meta_info.output_token_logprobs"
+        some: dict[str, tuple[Edit, str]] = {
+            "no JSON": (lambda _: b"<html>busy</html>", "JSON is malformed"),
+            "a list": (lambda _: [1], "Expected `object`, got `array`"),
+            "logprobs null": (edit(given, None), "have 0 logprobs"),
+            "a logprob that is null": (edit(f"{given}.0.0", None), "got `null`"),
+            "a logprob above 0": (edit(f"{given}.0.0", 0.5), "0.5"),
+            "a token that is text": (edit("output_ids.0", "x"), "Expected `int`, got `str`"),
+            "other tokens' logprobs": (edit(f"{given}.0.1", 1), "of other tokens"),
+            "fewer logprobs": (self.short_logprobs, "tokens have"),
+            "an unknown reason": (edit("meta_info.finish_reason.type", "tired"), "reason 'tired'"),
+            "another prompt": (edit("meta_info.prompt_tokens", 99), "a prompt of 99 tokens"),
+        }
+        return {
+            name: (final(change, "meta_info.finish_reason"), says)
+            for name, (change, says) in some.items()
+        }
+
+    def null_reason(self, answer: Any) -> Any:
+        return changed(answer, "meta_info.finish_reason", None)
+
+    def short_logprobs(self, answer: Any) -> Any:
+        return changed(answer, "meta_info.output_token_logprobs", without_last)
+
+
+class LlamacppCase(HttpCase):
+    """llama.cpp, which can only stream."""
+
+    can_abort = False
+
+    def __init__(self, **server: Any) -> None:
+        super().__init__(streams=True, **server)
+
+    def make_server(self, **options: Any) -> PolicyServer:
+        return LlamacppServer(**options)
+
+    def make(self, url: str, **options: Any) -> LlamacppController:
+        options.pop("stream_every", None)
+        return LlamacppController(url, **options)
+
+    def new_weights(self) -> WeightSource:
+        return self.restarted
+
+    async def restarted(self) -> None:
+        """The server with other weights."""
+        self.server.policy.forget(running=True)
+        self.server.policy.load("/models/other")
+        await anyio.lowlevel.checkpoint()
+
+    def late_tokens(self, controller: InferenceController) -> int:
+        unheard = [len(one.ids) for one in self.server.policy.decodings.values()]
+        return super().late_tokens(controller) + sum(unheard)
+
+    def name_of(self, request: Request) -> str:
+        raise AssertionError
+
+    def lies(self) -> Mapping[str, tuple[Edit, str]]:
+        given = "completion_probabilities"
+        some: dict[str, tuple[Edit, str]] = {
+            "no JSON": (lambda _: b"<html>busy</html>", "JSON is malformed"),
+            "a list": (lambda _: [1], "Expected `object`, got `array`"),
+            "tokens null": (edit("tokens", None), r"got `null` - at `\$\.tokens`"),
+            "a logprob that is null": (edit(f"{given}.0.logprob", None), "got `null`"),
+            "a logprob above 0": (edit(f"{given}.0.logprob", 0.5), "0.5"),
+            "other tokens' logprobs": (edit(f"{given}.0.id", 1), "of other tokens"),
+            "fewer logprobs": (self.short_logprobs, "of other tokens"),
+            "an unknown reason": (edit("stop_type", "tired"), "reason 'tired'"),
+        }
+        return {name: (at_the_end(change), says) for name, (change, says) in some.items()}
+
+    def null_reason(self, answer: Any) -> Any:
+        return changed(answer, "stop", False)
+
+    def short_logprobs(self, answer: Any) -> Any:
+        return changed(answer, "completion_probabilities", without_last)
+
+
+def at_the_end(change: Edit) -> Edit:
+    """Changes only the last part."""
+
+    def maybe(answer: Any) -> Any:
+        return change(answer) if answer["stop"] else answer
+
+    return maybe
+
+
 CASES: dict[str, Callable[[], HttpCase]] = {
     "vllm": VllmCase,
     "vllm-stream": lambda: VllmCase(streams=True),
+    "sglang": SglangCase,
+    "sglang-stream": lambda: SglangCase(streams=True),
+    "sglang-cumulative": lambda: SglangCumulativeCase(streams=True),
+    "lmdeploy": LmdeployCase,
+    "lmdeploy-stream": lambda: LmdeployCase(streams=True),
+    "llamacpp": LlamacppCase,
 }
 """Makes a case of each kind."""

@@ -349,6 +349,20 @@ async def test_a_deaf_server_is_cut_off_and_stops(case: HttpCase) -> None:
         assert not await case.open_requests(controller)  # its connection was closed
 
 
+async def test_an_abort_that_takes_one_more_token_keeps_it(case: HttpCase) -> None:
+    if not case.can_abort:
+        return
+    case.server.faults.append(Fault(slow=True))
+    async with case.opened() as controller:
+        one = attempt(case.prompt(0))
+        async with anyio.create_task_group() as tasks, case.stall(after=3) as stall:
+            tasks.start_soon(controller.generate, one)
+            await stall.reached()
+            await controller.abort([one.id])
+        assert one.finish_reason is FinishReason.ABORT
+        assert one.received.ids.tolist() == continuation(case.prompt(0), 4)
+
+
 async def test_many_cancelled_requests_are_told_of_in_few_calls(case: HttpCase) -> None:
     if not case.can_abort:
         return
@@ -360,7 +374,8 @@ async def test_many_cancelled_requests_are_told_of_in_few_calls(case: HttpCase) 
             await stall.reached()
             tasks.cancel_scope.cancel()
         told = [id_ for ids in case.server.aborts for id_ in ids or ()]
-        assert len(told) == len(set(told)) == 50
+        assert len(told) == len(set(told)) <= 50
+        assert len(told) == 50 or None in case.server.aborts  # that is all
         assert len(case.server.aborts) <= (3 if case.one_abort_for_all else 50)
 
 

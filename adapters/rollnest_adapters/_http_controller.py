@@ -80,6 +80,7 @@ class Answer:
         detail: What else it said about the end.
         spans: Versions of all tokens of the answer; `None` if it says none here.
         prompt_tokens: How long it thinks the prompt is; `None` if it doesn't say.
+        total: How many tokens it thinks it has made so far; `None` if it doesn't say.
     """
 
     ids: Sequence[int] = ()
@@ -88,6 +89,7 @@ class Answer:
     detail: str | None = None
     spans: Sequence[Span] | None = None
     prompt_tokens: int | None = None
+    total: int | None = None
 
 
 class Open:
@@ -97,20 +99,36 @@ class Open:
         attempt: The attempt.
         scope: Cancelled when the controller is left.
         waiting: Cancelled when it is aborted before it is sent.
+        sent: Cancelled when it is aborted afterwards, if the server knows no aborts.
         stopped: Whether it was aborted.
-        taken: Tokens of it that were given to the attempt.
+        taken: Tokens of it that came.
+        assumed: How many of them were recorded before the server said what their version is.
         held: Tokens that came and whose version is not known yet.
+        number: What the server calls it, if that is a number.
     """
 
-    __slots__ = ("attempt", "held", "scope", "stopped", "taken", "waiting")
+    __slots__ = (
+        "assumed",
+        "attempt",
+        "held",
+        "number",
+        "scope",
+        "sent",
+        "stopped",
+        "taken",
+        "waiting",
+    )
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt: Attempt = attempt
         self.scope: anyio.CancelScope = anyio.CancelScope()
         self.waiting: anyio.CancelScope = anyio.CancelScope()
+        self.sent: anyio.CancelScope = anyio.CancelScope()
         self.stopped: bool = False
         self.taken: int = 0
+        self.assumed: int = 0
         self.held: list[tuple[Sequence[int], Sequence[float]]] = []
+        self.number: int | None = None
 
 
 class HttpController(ABC):
@@ -127,6 +145,12 @@ class HttpController(ABC):
     finish_reasons: ClassVar[Mapping[str, FinishReason]] = {r.value: r for r in FinishReason}
     """Reasons of the server for ending an answer."""
 
+    gated: ClassVar[bool] = False
+    """Whether the server can't be paused, so that requests wait here."""
+
+    closes: ClassVar[bool] = False
+    """Whether the server knows no aborts, so that its connection is closed instead."""
+
     cumulative: bool = False
     """Whether each part of a stream holds everything before it, too."""
 
@@ -136,7 +160,10 @@ class HttpController(ABC):
         *,
         api_key: str | None,
         version: int,
-        stream: bool,
+        stream_every: int | None,
+        stop_token_ids: Collection[int],
+        vocab_size: int | None,
+        max_context: int | None,
         silence: float | None,
         control_timeout: float,
         update_timeout: float,
@@ -154,6 +181,8 @@ class HttpController(ABC):
             )
 
         self._generation = client(silence)
+        if self._generation.base_url.endswith("/v1"):
+            raise ValueError(f"base_url must be the server's root, without /v1: {base_url!r}")
         self._controls = client(None)
         for name, seconds in (
             ("control_timeout", control_timeout),
@@ -163,16 +192,23 @@ class HttpController(ABC):
                 raise ValueError(f"{name} must be > 0, got {seconds!r}")
         for name, number, least in (
             ("version", version, 0),
+            ("stream_every", stream_every, 1),
+            ("vocab_size", vocab_size, 1),
+            ("max_context", max_context, 2),
             ("max_connections", max_connections, 1),
         ):
-            if number is None and name == "max_connections":
+            if number is None and name != "version":
                 continue
             if isinstance(number, bool) or not isinstance(number, int):
                 raise TypeError(f"{name} must be an int, got {number!r}")
             if number < least:
                 raise ValueError(f"{name} must be >= {least}, got {number!r}")
         self._first_version = self._version = version
-        self._streams = stream
+        self._streams = stream_every is not None
+        self._stream_every = stream_every
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._vocab_size = vocab_size
+        self._max_context = max_context
         self._control_timeout = control_timeout
         self._update_timeout = update_timeout
         self._max_connections = max_connections
@@ -182,6 +218,7 @@ class HttpController(ABC):
         self._leaving = False
         self._open: dict[str, Open] = {}
         self._idle = anyio.Event()
+        self._resumed = anyio.Event()
         self._paused: PauseMode | None = None
         self._released: set[ReleaseTag] = set()
         self._verified = True  # that the server has the weights that it is believed to have
@@ -318,7 +355,9 @@ class HttpController(ABC):
             request = self._open[i]
             request.stopped = True
             request.waiting.cancel()
-        if wanted:
+            if self.closes:
+                request.sent.cancel()
+        if wanted and not self.closes:
             await self._tell(set(wanted))
         else:
             await anyio.lowlevel.checkpoint()
@@ -330,7 +369,10 @@ class HttpController(ABC):
             InferenceError: It could not be asked, or refused.
         """
         self._check_entered()
+        await anyio.lowlevel.checkpoint_if_cancelled()
         self._generation.silence.suspend()
+        if self._paused is None:
+            self._resumed = anyio.Event()
         try:
             await self._pause(mode)
         except BaseException:
@@ -349,6 +391,7 @@ class HttpController(ABC):
         self._check_not_released("resume")
         await self._resume()
         self._paused = None
+        self._resumed.set()
         self._generation.silence.resume()
 
     async def update_weights(self, source: WeightSource, version: int) -> None:
@@ -531,6 +574,14 @@ class HttpController(ABC):
             break
         raise HttpError(f"{self.server} did not answer {path} within {limit} s", retryable=True)
 
+    def _context(self, served: int, option: str) -> int:
+        """The context to use, which is at most the server's."""
+        if self._max_context is not None and self._max_context > served:
+            raise InferenceError(
+                f"max_context is {self._max_context}, the server's {option} {served}"
+            )
+        return self._max_context or served
+
     def _version_of(self, label: str) -> int:
         """The version behind a server's label."""
         if label == "default":  # how servers call the weights that they were started with
@@ -565,20 +616,22 @@ class HttpController(ABC):
     async def _run(self, request: Open) -> None:
         if not self._verified:
             await self._verify()
-        if self._slots is None:
-            await self._exchange(request)
-            return
         got = False
         with request.waiting:
-            await self._slots.acquire()
-            got = True
+            if self._slots is not None:
+                await self._slots.acquire()
+                got = True
+            while self.gated and self._paused is not None:
+                await self._resumed.wait()
         try:
-            if request.stopped:
-                request.attempt.finish(FinishReason.ABORT)
-            else:
-                await self._exchange(request)
+            if not request.stopped:
+                with request.sent:
+                    await self._exchange(request)
+            if request.attempt.finish_reason is None:
+                # Nobody has to be asked: it was not sent, or its connection is closed, and what came was taken.
+                self._take(request, Answer(finish="abort"))
         finally:
-            if got:
+            if got and self._slots is not None:
                 self._slots.release()
 
     async def _exchange(self, request: Open) -> None:
@@ -596,18 +649,22 @@ class HttpController(ABC):
         self._end(request, unusable("it has no finish reason"))
 
     async def _follow(self, request: Open, events: AsyncIterator[bytes]) -> None:
+        ended = False
         async for data in events:
-            if request.attempt.finish_reason is not None or data == b"[DONE]":
+            if data == b"[DONE]":
                 break
-            self._take(request, self._part(data))
+            part = self._part(data)
+            self._take(request, part)
+            ended = part.finish is not None
+            if request.attempt.finish_reason is not None:
+                break
         self._end(
             request, HttpError(f"{self.server} ended its stream without a reason", retryable=True)
         )
-        with anyio.move_on_after(
-            _TELL
-        ):  # the end of the body, so that the connection can be used again
-            async for _ in events:
-                pass
+        if ended:
+            with anyio.move_on_after(_TELL):  # so that the connection can be used again
+                async for _ in events:
+                    pass
 
     def _take(self, request: Open, answer: Answer) -> None:
         """Checks what the server said, and gives it to the attempt; synchronous."""
@@ -616,6 +673,13 @@ class HttpController(ABC):
         ids, logprobs = answer.ids, answer.logprobs
         if self._streams and self.cumulative:
             ids, logprobs = ids[request.taken :], logprobs[request.taken :]
+        if answer.total is not None and not (self._streams and self.cumulative):
+            # A server is known to say its last token again when it aborts.
+            surplus = request.taken + len(ids) - answer.total
+            if surplus > 0:
+                ids, logprobs = ids[surplus:], logprobs[surplus:]
+            elif surplus < 0 and reason is not FinishReason.ABORT:
+                raise unusable(f"it made {answer.total} tokens and sent {answer.total + surplus}")
         if len(ids) != len(logprobs):
             if reason is not FinishReason.ABORT or len(logprobs) > len(ids):
                 raise unusable(f"{len(ids)} tokens have {len(logprobs)} logprobs")
@@ -632,6 +696,7 @@ class HttpController(ABC):
             request.held.append((ids, logprobs))
         else:
             self._commit(request, ids, logprobs, None)
+            request.assumed = request.taken
         if reason is not None:
             if request.held:
                 raise unusable("the weights changed meanwhile, and it does not say which made what")
@@ -671,7 +736,7 @@ class HttpController(ABC):
         if oldest < policy:
             self._verified = False
             raise self._outdated(oldest, policy, retryable=not before)
-        if any(version != policy for version in versions[:before]):
+        if any(version != policy for version in versions[: request.assumed]):
             raise unusable("tokens are of other weights than it had when they came")
         one = set(versions[before:])
         self._commit(

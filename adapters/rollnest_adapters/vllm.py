@@ -176,7 +176,10 @@ class VllmController(HttpController):
             base_url,
             api_key=api_key,
             version=version,
-            stream=stream_every is not None,
+            stream_every=stream_every,
+            stop_token_ids=stop_token_ids,
+            vocab_size=vocab_size,
+            max_context=max_context,
             silence=silence,
             control_timeout=control_timeout,
             update_timeout=update_timeout,
@@ -184,19 +187,6 @@ class VllmController(HttpController):
             max_response_bytes=max_response_bytes,
             tls=tls,
         )
-        if self._generation.base_url.endswith("/v1"):
-            raise ValueError(f"base_url must be the server's root, without /v1: {base_url!r}")
-        for name, value, least in (
-            ("stream_every", stream_every, 1),
-            ("vocab_size", vocab_size, 1),
-            ("max_context", max_context, 2),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{name} must be >= {least}, got {value!r}")
-        self._stream_every = stream_every
-        self._stop_token_ids = frozenset(stop_token_ids)
-        self._vocab_size = vocab_size
-        self._max_context = max_context
 
     async def _probe(self) -> Capabilities:
         try:
@@ -215,14 +205,9 @@ class VllmController(HttpController):
             )
         vocab_size = await self._find_vocab_size() if self._vocab_size is None else self._vocab_size
         await self._call("/resume")  # whoever paused it before is gone
-        most = self._max_context or model.max_model_len
-        if most > model.max_model_len:
-            raise InferenceError(
-                f"max_context is {most}, the server's --max-model-len {model.max_model_len}"
-            )
         return Capabilities(
             vocab_size=vocab_size,
-            max_context=most,
+            max_context=self._context(model.max_model_len, "--max-model-len"),
             logprobs=logprobs,
             stop_token_ids=self._stop_token_ids,
             sampling={

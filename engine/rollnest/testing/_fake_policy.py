@@ -29,6 +29,8 @@ class Decoding:
         finish: `"stop"`, `"length"` or `"abort"`; `None` while it goes on.
         waiting: Whether the policy has not begun with it.
         standing: Whether it stands still.
+        deaf: How many aborts it does not hear; -1 is all.
+        slow: Whether an abort ends it one token later.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Decoding:
         self.finish: str | None = None
         self.waiting: bool = True
         self.deaf: int = 0
+        self.slow: bool = False
         self.changed = Event()  # a token came, or the end
         self.woken = Event()  # look again
         self.aborted = False
@@ -104,6 +107,7 @@ class FakePolicy:
         self.stop_id: int = stop_id
         self.stop_every: int = stop_every
         self.decodings: dict[str, Decoding] = {}
+        self.resumed = Event()
         self.passes: int = 0
         self.wasted: int = 0
         self._stall: Stall | None = None
@@ -131,10 +135,12 @@ class FakePolicy:
             while decoding.finish is None:
                 await checkpoint()
                 await self._stand_still(decoding)
-                if decoding.aborted:
-                    decoding.finish = "abort"
-                else:
+                if not decoding.aborted:
                     self._make(decoding)
+                else:
+                    if decoding.slow:
+                        self._make(decoding)
+                    decoding.finish = decoding.finish or "abort"
                 decoding.tell()
         except BaseException:
             self.wasted += len(decoding.ids) + 1
@@ -153,6 +159,8 @@ class FakePolicy:
 
     def pause(self, mode: str) -> None:
         """Stops making tokens."""
+        if self.paused is None:
+            self.resumed = Event()
         self.paused = mode
         if mode == "abort":
             self.abort(self.decodings.values())
@@ -161,6 +169,7 @@ class FakePolicy:
     def resume(self) -> None:
         """Goes on."""
         self.paused = None
+        self.resumed.set()
         self._wake_all()
 
     def load(self, path: str) -> None:

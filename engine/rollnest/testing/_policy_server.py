@@ -34,6 +34,7 @@ class Fault:
         reset: Whether a drop is one of a process that was killed.
         silent: Never answers.
         deaf: How many aborts of it are not heard; -1 is all.
+        slow: Whether an abort of it takes one more token.
         admitted: Until it is set the server has accepted the request and does not know it: aborts miss it.
         overrun: How many tokens are made beyond the cap.
         edit: Changes what is sent: the answer, or each part of a stream. What it returns is sent; bytes as they are.
@@ -48,6 +49,7 @@ class Fault:
     reset: bool = False
     silent: bool = False
     deaf: int = 0
+    slow: bool = False
     admitted: anyio.Event | None = None
     overrun: int = 0
     edit: Callable[[Any], Any] | None = None
@@ -82,6 +84,9 @@ class PolicyServer(ABC):
 
     generates: ClassVar[str]
     """Path of requests for tokens."""
+
+    says_done: ClassVar[bool] = True
+    """Whether its streams end with `[DONE]`."""
 
     models: ClassVar[dict[str, int]] = {"/models/base": 0, "/models/other": 1}
 
@@ -156,6 +161,9 @@ class PolicyServer(ABC):
         """How many tokens a part of the stream has at least."""
         return 1
 
+    async def admit(self, decoding: Decoding) -> None:  # noqa: B027 - most servers do at once
+        """Returns when the policy may know of it."""
+
     # How it serves
 
     async def _handle(self, exchange: Exchange) -> None:
@@ -189,7 +197,7 @@ class PolicyServer(ABC):
         self.bodies.append(body)
         fault = self.faults.popleft() if self.faults else self.fault
         fault = fault or Fault()
-        decoding.deaf = fault.deaf
+        decoding.deaf, decoding.slow = fault.deaf, fault.slow
         decoding.max_tokens += fault.overrun
         if await self._fails(exchange, fault):
             return
@@ -204,6 +212,7 @@ class PolicyServer(ABC):
                 await anyio.sleep_forever()
             if fault.admitted is not None:
                 await fault.admitted.wait()
+            await self.admit(decoding)
             self.policy.add(decoding)
             if body.get("stream"):
                 await self._stream(exchange, decoding, fault, self.every(body))
@@ -259,7 +268,7 @@ class PolicyServer(ABC):
                 if ended is not None:
                     break
                 await changed.wait()
-        if fault.done:
+        if fault.done and self.says_done:
             await exchange.event("[DONE]")
         await exchange.end()
 
