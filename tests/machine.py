@@ -285,6 +285,10 @@ class Machine:
         if pauser is None:
             return
         self.broken = self.world.leaving = True
+        if self.engine.tree().outage is not None:
+            how = (
+                "unknown"  # a controller that can't resume while its server is down breaks nothing
+            )
         if how == "stuck":
             self.server.resume_failures = 10_000
         else:
@@ -990,7 +994,7 @@ def _steps() -> list[Step]:
             "evaluate",
             [(u, n, g) for u in ("wait", "cancel", "mark") for n in (1, None) for g in (1, 2)],
         ),
-        (4, "await_evaluation", [(3.0,), (100.0,)]),
+        (6, "await_evaluation", [(3.0,), (100.0,)]),
         (3, "cancel_evaluation", [(n, t) for n in (False, True) for t in (0, 3)]),
         (8, "late", [()]),
         (16, "commit", [(0,), (-1,)]),

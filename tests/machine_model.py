@@ -447,10 +447,11 @@ class Track:
             raise
         except BaseException:
             keep = self._kept_of_a_cut(asked)
-            # What is on record is given after a checkpoint, and nothing else comes between.
-            taken = bool(asked.requests) or (
-                given is not None and not given.reason and current_time() > began
-            )
+            # What is on record is given after a checkpoint, and then the turn waits for its place.
+            taken = bool(asked.requests)
+            if given is not None and not given.reason and not taken:
+                taken = current_time() > began
+                self.unsure = self.unsure or not taken  # it may have come as far as that, or not
             raise
         else:
             keep = asked.kept
