@@ -588,8 +588,10 @@ class Context:
         if cap <= 0:
             self._core.cut = True
             await checkpoint()
+        if self._tries:  # goes on from a journal
+            got = len(self._response) - start
         while reason is None:
-            before = got = len(self._response) - start
+            before = got
             if got >= cap:
                 reason = "length"
                 break
@@ -690,7 +692,7 @@ class Context:
         if sampling.seed is not None or sampling.min_tokens:
             sampling = self._of_attempt(sampling, start, cap, number)
         prompt_ids = self._prompt_ids
-        if self._response:
+        if self._response is not _NOTHING:
             whole = array("i", prompt_ids.tobytes())
             whole.extend(self._response.packed_ids)
             prompt_ids = memoryview(whole).toreadonly()

@@ -216,7 +216,7 @@ class Members:
                     tasks.start_soon(self._judge_member, sample)
                 rollouts = [self.rollouts[index] for index in self._missing]
                 for rollout in rollouts[1:]:
-                    tasks.start_soon(self._run_member, rollout, name=rollout.uid)
+                    tasks.create_task(self._run_member(rollout), name=rollout.uid)
                 if rollouts:  # one needs no task of its own
                     await self._run_member(rollouts[0])
         self.end_generating()

@@ -251,7 +251,7 @@ class Producer:
             if row is None:
                 return False
             name = f"group {self.spec.name}/{row.visit}"
-            groups.start_soon(self.runner.run, self.runner.admit(row), name=name)
+            groups.create_task(self.runner.run(self.runner.admit(row)), name=name)
             self._admission.started(self.spec.name)
         return True
 
