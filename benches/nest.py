@@ -6,7 +6,7 @@
         producer task
             task group of the groups
                 group task: a cancel scope, a task group of its own, then the hand-over to the consumer
-                    sample task
+                    sample task: a cancel scope
                         turn: a slot of a semaphore, a cancel scope, one call of the policy
 
 The scope of the turn is there so that a pause can end one turn, that of the group so that a pause can evict it, the
@@ -101,7 +101,8 @@ class Nest:
     async def _sample(self, samples: list[Reply]) -> None:
         ids: list[int] = []
         logprobs: list[float] = []
-        await self._turn(ids, logprobs)
+        with CancelScope():
+            await self._turn(ids, logprobs)
         samples.append((ids, logprobs))
 
     async def _turn(self, ids: list[int], logprobs: list[float]) -> None:

@@ -208,7 +208,7 @@ class Members:
             return
         unjudged = list(self.unjudged.values())
         if len(self._missing) == 1 and not unjudged:
-            await self._run_member(self.rollouts[self._missing[0]])
+            await self.run_member(self.rollouts[self._missing[0]])
         else:
             async with create_task_group() as tasks:
                 self._tasks = tasks
@@ -216,9 +216,9 @@ class Members:
                     tasks.start_soon(self._judge_member, sample)
                 rollouts = [self.rollouts[index] for index in self._missing]
                 for rollout in rollouts[1:]:
-                    tasks.create_task(self._run_member(rollout), name=rollout.uid)
+                    tasks.create_task(self.run_member(rollout), name=rollout.uid)
                 if rollouts:  # one needs no task of its own
-                    await self._run_member(rollouts[0])
+                    await self.run_member(rollouts[0])
         self.end_generating()
         await self.judge_group()
 
@@ -239,12 +239,6 @@ class Members:
             self.rollouts[index] = self._rollout(index, self._places.get(index, 0))
         return True
 
-    async def _run_member(self, rollout: Rollout) -> None:
-        try:
-            await self.run_member(rollout)
-        except BaseExceptionGroup as group:
-            raise cancellation_alone(rollout.uid, group) from None
-
     async def _judge_member(self, sample: Sample) -> None:
         """Judges a member that was made in an earlier run."""
         try:
@@ -257,15 +251,18 @@ class Members:
         seconds, limit = self._spec.limits.group, None
         if seconds is not None and self.begun is None:  # a group loop is limited as a whole
             limit = Limit(self._services.gate, seconds)
-        while True:
-            sample = await self._generate(rollout, limit)
-            if sample.status is not Status.FAILED:
-                return self.put(sample) if self._judging is None else await self.judge(sample)
-            in_time = limit is None or not limit.is_over
-            if not in_time or not self._may_retry(sample, sample.index):
-                return self.put(sample)
-            self._note_failure(sample)
-            rollout = self.replace(sample, RETRIED)
+        try:
+            while True:
+                sample = await self._generate(rollout, limit)
+                if sample.status is not Status.FAILED:
+                    return self.put(sample) if self._judging is None else await self.judge(sample)
+                in_time = limit is None or not limit.is_over
+                if not in_time or not self._may_retry(sample, sample.index):
+                    return self.put(sample)
+                self._note_failure(sample)
+                rollout = self.replace(sample, RETRIED)
+        except BaseExceptionGroup as group:
+            raise cancellation_alone(rollout.uid, group) from None
 
     async def each(
         self,

@@ -570,13 +570,13 @@ class Rollout:
             core.contexts.clear()  # a ring: only the garbage collector could free it
         if status is Status.COMPLETED:
             failure = core.failure
-            if failure is None and not self.policy_tokens:
+            if failure is None and not any(map(_policy_tokens, segments)):
                 failure = Failure("loop", "the loop returned without generating a token")
             if failure is not None:
                 status = Status.FAILED
-        return self._sample(
-            status, segments, failure, self._verdict if status is Status.COMPLETED else None
-        )
+            elif self._scored is not None or self._judged is not None:
+                return self._sample(status, segments, verdict=self._verdict)
+        return self._sample(status, segments, failure)
 
     def _end_replay(self, status: Status) -> None:
         replay = self._core.replay
@@ -725,6 +725,10 @@ def _same_outcome(one: Outcome, other: Outcome) -> bool:
     if isinstance(one, Returned) and isinstance(other, Returned):
         return same(one.value, other.value)
     return one == other
+
+
+def _policy_tokens(segment: Segment) -> int:
+    return segment.response.policy_tokens
 
 
 def _same(one: Message, other: Message) -> bool:
