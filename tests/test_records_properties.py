@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,7 @@ from rollnest import (
     Verdict,
 )
 from rollnest._attempt import TokenCounters
+from rollnest._response import LOGPROB_ROUNDING
 from rollnest.errors import InferenceError
 from rollnest.testing._check import check_sample
 from rollnest.testing.strategies import (
@@ -880,3 +882,22 @@ def test_the_check_finds_outcomes_that_must_not_exist() -> None:
     for sample in bad:
         with pytest.raises(AssertionError, match=r"^I11: "):
             check_sample(sample)
+
+
+EDGES = [0, 1 << 31, 0x38000000, 0x38D1B717, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000]
+
+
+@given(
+    bits=st.integers(0, 2**32 - 1)
+    | st.builds(lambda edge, off: (edge + off) % 2**32, st.sampled_from(EDGES), st.integers(-2, 2))
+)
+def test_every_float32_is_a_logprob_or_an_error(bits: int) -> None:
+    """The columns are looked through by their bytes: no pattern may slip through, and none be refused."""
+    (value,) = struct.unpack("<f", struct.pack("<I", bits))
+    if math.isfinite(value) and value <= LOGPROB_ROUNDING:
+        assert struct.pack("<f", Response.sampled([1], [value], 0).logprobs[0]) == struct.pack(
+            "<I", bits
+        )
+    else:
+        with pytest.raises(ValueError, match=r"logprobs\[0\] must be finite and <= 0"):
+            Response.sampled([1], [value], 0)
