@@ -67,14 +67,14 @@ class ReplayBuffer(Generic[T]):
         rows: list[T] = []
         while self._by_version and len(rows) < count:
             version = (max if self._freshest_first else min)(self._by_version)
-            rows.append(self._pop(version))
+            rows += self._take(version, count - len(rows))
         return rows
 
     def take_older(self, version: int) -> list[T]:
         """Takes out the ready rows that are older than `version`, oldest first."""
         rows: list[T] = []
         while self._by_version and (oldest := min(self._by_version)) < version:
-            rows.append(self._pop(oldest))
+            rows += self._take(oldest)
         return rows
 
     def wait_expired(self, row: T) -> None:
@@ -114,10 +114,13 @@ class ReplayBuffer(Generic[T]):
         self._expired.extend(released)
         return released
 
-    def _pop(self, version: int) -> T:
+    def _take(self, version: int, count: int | None = None) -> list[T]:
+        """Takes out up to `count` rows of one age, those that were drawn first; all without a `count`."""
         heap = self._by_version[version]
-        row = heappop(heap)[1]
-        if not heap:
+        if count is None or count >= len(heap):
             del self._by_version[version]
-        self.ready -= 1
-        return row
+            rows = [row for _, row in sorted(heap)]
+        else:
+            rows = [heappop(heap)[1] for _ in range(count)]
+        self.ready -= len(rows)
+        return rows

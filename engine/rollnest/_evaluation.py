@@ -21,6 +21,7 @@ from ._admission import Admission
 from ._attempt import TokenCounters
 from ._context import RolloutServices
 from ._continuation import check_sampling
+from ._figures import GroupFigures
 from ._gate import Gate
 from ._group import GroupRunner
 from ._instruments import Instruments
@@ -192,6 +193,8 @@ class Evaluation:
         version = self.version or 0
         rows = [self._listener.rows[visit] for visit in sorted(self._listener.rows)]
         groups = [row.members for row in rows]
+        for row, group in zip(rows, groups, strict=True):
+            row.figures = GroupFigures.of(group)  # of those with a failed member too
         return EvalResult(
             task=self.spec.name,
             version=version,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, sub
+from typing import NamedTuple
 
 from attrs import field, frozen
 
@@ -170,8 +172,7 @@ class Produced:
             self.reward_sum += reward
 
 
-@frozen
-class Reading:
+class Reading(NamedTuple):
     """The counters that a batch's figures are differences of."""
 
     dropped: Mapping[str, int]
@@ -183,10 +184,10 @@ class Reading:
     produced_rewards: int
     produced_reward_sum: float
     produced_tokens: int
-    late: int
-    rejected: int
-    expired_tokens: int
-    discarded: int
+    tokens_late: int
+    tokens_rejected: int
+    tokens_expired: int
+    tokens_discarded: int
     resumed_turns: int
     restarted_turns: int
     unseen_turns: int
@@ -230,6 +231,19 @@ def read(
     )
 
 
+# What a batch adds up over its groups: in one pass, a batch is waited for.
+_ADDED = attrgetter(
+    "samples",
+    "policy_tokens",
+    "masked_tokens",
+    "response_tokens",
+    "truncated",
+    "rewards",
+    "reward_sum",
+)
+_NOTHING = [0] * 7
+
+
 def batch_statistics(
     rows: Sequence[Row],
     version: int,
@@ -240,33 +254,33 @@ def batch_statistics(
 ) -> BatchStatistics:
     """Describes groups of one or several tasks; over several, percentiles are of the union."""
     figures = [row.figures for row in rows]
-    samples = sum([f.samples for f in figures])
-    rewards = sum([f.rewards for f in figures])
-    policy_tokens = sum([f.policy_tokens for f in figures])
+    sums = [sum(column) for column in zip(*map(_ADDED, figures), strict=True)]
+    samples, policy_tokens, masked_tokens, response_tokens, truncated, rewards, reward_sum = (
+        sums or _NOTHING
+    )
     lags: Counter[int] = Counter()
     for each in figures:
         for oldest, count in each.oldest_versions.items():
             lags[0 if oldest is None else version - oldest] += count
-    seconds = sorted(row.seconds for row in rows)
+    seconds = sorted([row.seconds for row in rows])
     dropped: Counter[str] = Counter()
     for reading in now:
         dropped.update(reading.dropped)
     for reading in before:
         dropped.subtract(reading.dropped)
-
-    def rise(name: str) -> int:
-        return sum(int(getattr(r, name)) for r in now) - sum(int(getattr(r, name)) for r in before)
-
+    after = map(sum, zip(*[reading[1:] for reading in now], strict=True))
+    earlier = map(sum, zip(*[reading[1:] for reading in before], strict=True))
+    risen = Reading({}, *map(sub, after, earlier))
     return BatchStatistics(
         groups=len(rows),
         asked=asked,
         samples=samples,
         policy_tokens=policy_tokens,
-        masked_tokens=sum([f.masked_tokens for f in figures]),
-        context_tokens=sum([f.response_tokens for f in figures]) - policy_tokens,
+        masked_tokens=masked_tokens,
+        context_tokens=response_tokens - policy_tokens,
         longest_response=max([f.longest_response for f in figures], default=0),
-        truncated=sum([f.truncated for f in figures]),
-        reward_mean=sum([f.reward_sum for f in figures]) / rewards if rewards else None,
+        truncated=truncated,
+        reward_mean=reward_sum / rewards if rewards else None,
         reward_min=min([f.reward_min for f in figures if f.reward_min is not None], default=None),
         reward_max=max([f.reward_max for f in figures if f.reward_max is not None], default=None),
         unscored=samples - rewards,
@@ -282,26 +296,24 @@ def batch_statistics(
         waiting_expired=sum(table.waiting_expired for table in tables),
         flight=sum(len(table.flight) for table in tables),
         dropped={reason: count for reason, count in dropped.items() if count},
-        expired=rise("expired"),
-        redrawn=rise("redrawn"),
-        failed_samples=rise("failed_samples"),
-        filtered_samples=rise("filtered_samples"),
-        produced_samples=rise("produced_samples"),
-        produced_rewards=rise("produced_rewards"),
-        produced_reward_sum=(
-            sum(r.produced_reward_sum for r in now) - sum(r.produced_reward_sum for r in before)
-        ),
-        produced_tokens=rise("produced_tokens"),
-        tokens_late=rise("late"),
-        tokens_rejected=rise("rejected"),
-        tokens_expired=rise("expired_tokens"),
-        tokens_discarded=rise("discarded"),
-        resumed_turns=rise("resumed_turns"),
-        restarted_turns=rise("restarted_turns"),
-        unseen_turns=rise("unseen_turns"),
-        replayed_turns=rise("replayed_turns"),
-        diverged=rise("diverged"),
-        restarted=rise("restarted"),
+        expired=risen.expired,
+        redrawn=risen.redrawn,
+        failed_samples=risen.failed_samples,
+        filtered_samples=risen.filtered_samples,
+        produced_samples=risen.produced_samples,
+        produced_rewards=risen.produced_rewards,
+        produced_reward_sum=risen.produced_reward_sum,
+        produced_tokens=risen.produced_tokens,
+        tokens_late=risen.tokens_late,
+        tokens_rejected=risen.tokens_rejected,
+        tokens_expired=risen.tokens_expired,
+        tokens_discarded=risen.tokens_discarded,
+        resumed_turns=risen.resumed_turns,
+        restarted_turns=risen.restarted_turns,
+        unseen_turns=risen.unseen_turns,
+        replayed_turns=risen.replayed_turns,
+        diverged=risen.diverged,
+        restarted=risen.restarted,
         # The clock and the gate are every task's: the union's time is that of any one.
         seconds=now[0].time - before[0].time,
         pause_seconds=now[0].pause_seconds - before[0].pause_seconds,

@@ -78,6 +78,7 @@ class Row:
         unjudged: Members of an earlier run that lack their verdict only, by index.
         journals: What members that were cut have left behind, by index: they go on from there.
         group: The frozen members, once they have all ended.
+        figures: Sums over them, once they are ready.
         expiries: How often it became too old.
         in_tail: Whether it is of a tail batch, until it has ended.
         restart: Why nothing of it is kept when it is drawn again; `None` if that is not so.
@@ -85,8 +86,8 @@ class Row:
     """
 
     __slots__ = (
-        "_figures",
         "expiries",
+        "figures",
         "group",
         "in_tail",
         "journals",
@@ -111,15 +112,7 @@ class Row:
         self.in_tail = False
         self.restart: str | None = None
         self.seconds = 0.0
-        self._figures: GroupFigures | None = None
-
-    @property
-    def figures(self) -> GroupFigures:
-        """Sums over the frozen members."""
-        figures = self._figures
-        if figures is None or figures.group is not self.group:
-            self._figures = figures = GroupFigures.of(self.members)
-        return figures
+        self.figures: GroupFigures
 
     @property
     def members(self) -> Group:
@@ -354,12 +347,8 @@ class GroupTable:
         row.group = group = Group(self.task, row.prompt, row.visit, samples)
         match group.status:
             case Status.COMPLETED:
-                row.state = RowState.READY
-                _ = (
-                    row.figures
-                )  # counted now, group by group: a batch is handed over without counting
                 self.forgive()
-                self._buffer.put(row, group.oldest_version or 0, row.visit)
+                self._put(row, group)
                 return "ready"
             case Status.FAILED:
                 uid, failure = next((s.uid, s.failure) for s in samples if s.failure is not None)
@@ -392,7 +381,7 @@ class GroupTable:
         for row in self._buffer.take_older(oldest):
             row.group = group = Group(self.task, row.prompt, row.visit, self._aged(row, version))
             if group.status is Status.COMPLETED:  # masked, and fresh enough without what was
-                self._buffer.put(row, group.oldest_version or 0, row.visit)
+                self._put(row, group)
                 continue
             count += 1
             if self._may_retry(row):
@@ -402,6 +391,12 @@ class GroupTable:
             row.in_tail = True
             self.tail += 1
         return count
+
+    def _put(self, row: Row, group: Group) -> None:
+        """A row is ready. It is counted now, group by group: a batch is handed over without counting."""
+        row.state = RowState.READY
+        row.figures = GroupFigures.of(group)
+        self._buffer.put(row, group.oldest_version or 0, row.visit)
 
     def let_go(self, sample: Sample, reason: str) -> None:
         """Counts a member that left its group."""
@@ -428,7 +423,7 @@ class GroupTable:
         for row in rows:
             row.state = RowState.DELIVERED
             self.delivered_tokens += row.figures.policy_tokens
-            self.delivered_members += len(row.members)
+            self.delivered_members += row.figures.samples
         self.delivered += len(rows)
         return rows
 
@@ -486,8 +481,7 @@ class GroupTable:
         if visit.place == "flight" and not is_newer:
             self.flight[row.visit] = row
         elif visit.place in ("ready", "delivered") and not is_newer:
-            row.state = RowState.READY
-            self._buffer.put(row, visit.group.oldest_version or 0, row.visit)
+            self._put(row, visit.group)
         else:
             row.state = RowState.WAITING
             row.in_tail = visit.in_tail

@@ -183,8 +183,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a row that was cut is forgotten",
         (
             "_table.py",
-            "                self._buffer.wait_cut(row)\n",
-            "",
+            "                self._buffer.wait_cut(row)\n                return",
+            "                return",
         ),
     ),
     _mutant(
@@ -210,8 +210,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "delivery twice",
         (
             "_buffer.py",
-            "            rows.append(self._pop(version))\n        return rows\n\n    def take_older",
-            "            rows.append(self._by_version[version][0][1])\n        return rows\n\n    def take_older",
+            "            rows += self._take(version, count - len(rows))\n        return rows\n\n    def take_older",
+            "            rows += [self._by_version[version][0][1]]\n        return rows\n\n    def take_older",
         ),
     ),
     _mutant(
@@ -261,11 +261,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a group's age is its youngest member's",
         (
             "_table.py",
-            "self._buffer.put(row, group.oldest_version or 0, row.visit)\n"
-            '                return "ready"',
-            "youngest = max(s.oldest_version or 0 for s in samples)\n"
-            "                self._buffer.put(row, youngest, row.visit)\n"
-            '                return "ready"',
+            "self._buffer.put(row, group.oldest_version or 0, row.visit)",
+            "self._buffer.put(row, max(s.oldest_version or 0 for s in group.samples), row.visit)",
         ),
     ),
     _mutant(
@@ -604,8 +601,8 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "eviction gives up members that have ended",
             (
                 "_table.py",
-                "            if completed and not self._restart_whole:\n",
-                "            if False:\n",
+                "            elif completed and not self._restart_whole:\n",
+                "            elif False:\n",
             ),
         ),
     ),
@@ -727,9 +724,9 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "members",
             "a group has all that completed",
             (
-                "_members.py",
-                "if s.status is Status.COMPLETED][:size]",
-                "if s.status is Status.COMPLETED]",
+                "_capture.py",
+                "if i not in completed[:group_size]}",
+                "if i not in completed}",
             ),
         ),
     ),
