@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from attrs import frozen
 
 from ._records import Group, Segment
@@ -27,7 +25,7 @@ class GroupFigures:
         reward_sum: Sum of their rewards.
         reward_min: Lowest reward; `None` without a verdict.
         reward_max: Highest reward; `None` without a verdict.
-        oldest_versions: How many members have which version as their oldest; `None` is without a trainable token.
+        ages: The members' oldest versions, and how many have each; `None` is without a trainable token.
     """
 
     group: Group
@@ -41,7 +39,7 @@ class GroupFigures:
     reward_sum: float
     reward_min: float | None
     reward_max: float | None
-    oldest_versions: Mapping[int | None, int]
+    ages: tuple[tuple[int | None, int], ...]
 
     @property
     def has_no_spread(self) -> bool:
@@ -82,7 +80,7 @@ class GroupFigures:
             sum(rewards),
             min(rewards, default=None),
             max(rewards, default=None),
-            oldest_versions,
+            tuple(oldest_versions.items()),
         )
 
 

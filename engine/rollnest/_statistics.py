@@ -242,6 +242,7 @@ _ADDED = attrgetter(
     "reward_sum",
 )
 _NOTHING = [0] * 7
+_AGES = attrgetter("ages")
 
 
 def batch_statistics(
@@ -259,9 +260,10 @@ def batch_statistics(
         sums or _NOTHING
     )
     lags: Counter[int] = Counter()
-    for each in figures:
-        for oldest, count in each.oldest_versions.items():
-            lags[0 if oldest is None else version - oldest] += count
+    for ages, groups in Counter(map(_AGES, figures)).items():
+        for oldest, count in ages:
+            lags[0 if oldest is None else version - oldest] += count * groups
+    scored = figures if rewards else ()
     seconds = sorted([row.seconds for row in rows])
     dropped: Counter[str] = Counter()
     for reading in now:
@@ -281,8 +283,8 @@ def batch_statistics(
         longest_response=max([f.longest_response for f in figures], default=0),
         truncated=truncated,
         reward_mean=reward_sum / rewards if rewards else None,
-        reward_min=min([f.reward_min for f in figures if f.reward_min is not None], default=None),
-        reward_max=max([f.reward_max for f in figures if f.reward_max is not None], default=None),
+        reward_min=min([f.reward_min for f in scored if f.reward_min is not None], default=None),
+        reward_max=max([f.reward_max for f in scored if f.reward_max is not None], default=None),
         unscored=samples - rewards,
         zero_variance_share=(
             sum([f.has_no_spread for f in figures]) / len(figures) if rewards else None

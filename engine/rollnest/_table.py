@@ -422,8 +422,8 @@ class GroupTable:
         rows = self._buffer.take(count)
         for row in rows:
             row.state = RowState.DELIVERED
-            self.delivered_tokens += row.figures.policy_tokens
-            self.delivered_members += row.figures.samples
+        self.delivered_tokens += sum([row.figures.policy_tokens for row in rows])
+        self.delivered_members += sum([row.figures.samples for row in rows])
         self.delivered += len(rows)
         return rows
 
