@@ -477,7 +477,9 @@ class Machine:
             await self.do_wait(30.0)
             return
         await self.do_ask(n, False)
-        calm = self.setting.end == "drain" and not self.pauser and not self.world.mood.down
+        mood = self.world.mood
+        fails = mood.down or mood.fault == "error"  # maybe all the time, until the engine gives up
+        calm = self.setting.end == "drain" and not self.pauser and not fails
         await self.do_wait(_LONG if calm else 30.0)
 
     async def do_cancel_ask(self, native: bool, ticks: int) -> None:
@@ -998,7 +1000,7 @@ def _steps() -> list[Step]:
         (3, "cancel_evaluation", [(n, t) for n in (False, True) for t in (0, 3)]),
         (8, "late", [()]),
         (16, "commit", [(0,), (-1,)]),
-        (14, "afterwards", [()]),
+        (20, "afterwards", [()]),
         (24, "calm", [()]),
         (1, "mood", [(aspect, v) for aspect, values in moods.items() for v in values]),
     ]

@@ -1361,7 +1361,8 @@ class Server(ScriptedController):
             "echo": {"echo": [1, 2, 3]},
             "vocabulary": {"ids": [*ids[:-1], VOCABULARY], "overrun": True},
             "newer": {"versions": [self._version + 1] * len(ids)},
-            "older": {"versions": [max(0, self._version - 1)] * len(ids)},
+            # Not of version 0: that is a lie only in a turn that is frozen over an update, and nobody could tell.
+            "older": {"versions": [self._version - 1] * len(ids)} if self._version else {},
             "overrun": {"ids": [*ids, 5, 6, 7], "overrun": True},
         }
         return evolve(reply, **changes[fault])
