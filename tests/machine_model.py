@@ -1349,6 +1349,7 @@ class Server(ScriptedController):
         self.world.fired[f"the server: {fault}"] += 1
         ids = list(reply.ids)
         good = [expected_logprob(i, self._version) for i in ids]
+        older = self._version - 1
         changes: dict[str, dict[str, Any]] = {
             "error": {"error": InferenceError("500", retryable=True)},
             "crash": {"error": ZeroDivisionError("the client is broken")},
@@ -1361,8 +1362,8 @@ class Server(ScriptedController):
             "echo": {"echo": [1, 2, 3]},
             "vocabulary": {"ids": [*ids[:-1], VOCABULARY], "overrun": True},
             "newer": {"versions": [self._version + 1] * len(ids)},
-            # Not of version 0: that is a lie only in a turn that is frozen over an update, and nobody could tell.
-            "older": {"versions": [self._version - 1] * len(ids)} if self._version else {},
+            # Of a request that was sent under older weights, and frozen over their update, nobody could tell.
+            "older": {"versions": [older] * len(ids)} if 0 <= older < attempt.version else {},
             "overrun": {"ids": [*ids, 5, 6, 7], "overrun": True},
         }
         return evolve(reply, **changes[fault])
