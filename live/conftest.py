@@ -1,0 +1,30 @@
+"""One server for the whole suite; both event loops, on real clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .place import MODELS
+from .scoring import Scorer
+from .server import Vllm, free_port
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Iterator[Vllm]:
+    """A server by the book, with the first model loaded."""
+    with Vllm(free_port()) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def scorers() -> tuple[Scorer, Scorer]:
+    """Forward passes of both models."""
+    return Scorer(MODELS[0]), Scorer(MODELS[1])
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    backend: str = request.param
+    return backend

@@ -1,0 +1,128 @@
+"""A vLLM process: started, waited for, killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import httpx2
+
+from .place import MODELS, PLACE, PYTHON, LiveError
+
+__all__ = ["MAX_CONTEXT", "OPTIONS", "Vllm", "free_port"]
+
+MAX_CONTEXT = 2048
+OPTIONS = (
+    "--enable-scale-out",
+    "--generation-config",
+    "vllm",
+    "--logprobs-mode",
+    "processed_logprobs",
+)
+"""Those that rollnest needs."""
+
+_STARTS_WITHIN = 400.0  # seconds; it takes about 70 on two cores
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+class Vllm:
+    """A vLLM server on a loopback port, in a process of its own.
+
+    Args:
+        port: Where it listens.
+        options: Options of the server.
+        dev_mode: Whether it has its control routes.
+
+    Attributes:
+        url: Its root.
+    """
+
+    def __init__(
+        self, port: int, *, options: Sequence[str] = OPTIONS, dev_mode: bool = True
+    ) -> None:
+        self.url: str = f"http://127.0.0.1:{port}"
+        self._log = PLACE / f"vllm-{port}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_SERVER_DEV_MODE": "1" if dev_mode else "0",
+        }
+        self._environment.pop("PYTHONPATH", None)  # the project's packages are none of its business
+        self._command = [
+            str(PYTHON),
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            *("--model", str(MODELS[0]), "--served-model-name", "smol"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--max-model-len", str(MAX_CONTEXT), "--dtype", "bfloat16", "--enforce-eager"),
+            *options,
+        ]
+
+    def __enter__(self) -> Vllm:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Starts it, and returns when it serves.
+
+        Raises:
+            LiveError: It did not come up.
+        """
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                cwd=PLACE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        by = time.monotonic() + _STARTS_WITHIN
+        while not self.serves():
+            if self._process.poll() is not None:
+                raise LiveError(
+                    f"vLLM exited with {self._process.returncode}; see {self._log}:\n{self._tail()}"
+                )
+            if time.monotonic() > by:
+                self.kill()
+                raise LiveError(f"vLLM did not come up in {_STARTS_WITHIN} s; see {self._log}")
+            time.sleep(0.5)
+
+    def serves(self) -> bool:
+        """Whether it answers."""
+        try:
+            return httpx2.get(f"{self.url}/health", timeout=2.0).status_code == 200
+        except httpx2.HTTPError:
+            return False
+
+    def kill(self) -> None:
+        """Ends it and its children at once, as a crash would."""
+        process, self._process = self._process, None
+        if process is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:]

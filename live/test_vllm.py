@@ -1,0 +1,471 @@
+"""The vLLM controller, and the engine on it, against a real vLLM with a real model.
+
+Whatever a test does to the weights, the next one begins with the first model's: `opened` loads them.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx2
+import pytest
+
+from rollnest import (
+    AsyncStrategy,
+    Attempt,
+    Capacity,
+    Engine,
+    PauseMode,
+    Prompt,
+    Rollout,
+    Sample,
+    Sampling,
+    Status,
+    TaskSpec,
+)
+from rollnest.abc import FinishReason
+from rollnest.errors import InferenceError
+from rollnest.testing import RecordingInstrument, assert_conserved, check_sample
+from rollnest.testing.servers import VllmServer
+from rollnest_adapters.vllm import VllmController
+
+from .place import MODELS, VENV
+from .scoring import MEAN_TOLERANCE, Scorer
+from .server import MAX_CONTEXT, Vllm, free_port
+
+pytestmark = pytest.mark.anyio
+
+BOS = 1
+VOCABULARY = 49_152
+
+
+def prompt(number: int) -> list[int]:
+    """Ids that mean nothing much, different for each number."""
+    return [BOS, 504, 3575, 28, 1000 + 7 * number, 314, 253]
+
+
+def one(number: int, *, version: int, max_tokens: int = 64, **sampling: Any) -> Attempt:
+    """An attempt that runs to its cap, or nearly."""
+    options = Sampling(max_tokens, min_tokens=max_tokens, **sampling)
+    return Attempt(
+        prompt(number),
+        max_tokens=max_tokens,
+        sampling=options,
+        version=version,
+        vocab_size=VOCABULARY,
+        affinity=f"rollout-{number}",
+    )
+
+
+@asynccontextmanager
+async def opened(vllm: Vllm, **options: Any) -> AsyncGenerator[tuple[VllmController, int]]:
+    """A controller, the first model loaded, and the version of that."""
+    async with VllmController(vllm.url, **options) as controller:
+        before = await controller.version()
+        assert before is not None
+        await update(controller, 0, before + 1)
+        yield controller, before + 1
+
+
+async def update(controller: VllmController, model: int, version: int) -> None:
+    """Loads one of the models, in a pause."""
+    await controller.pause(PauseMode.ABORT)
+    await controller.update_weights(str(MODELS[model]), version)
+    await controller.resume()
+
+
+def distance(scored: Sequence[float], given: Sequence[float]) -> float:
+    """Mean |difference|."""
+    return sum(abs(a - b) for a, b in zip(scored, given, strict=True)) / len(scored)
+
+
+def distances(attempts: Sequence[Attempt], scorer: Scorer, *, temperature: float = 1.0) -> float:
+    """How far a model's logprobs are from those that came, over all tokens."""
+    scored: list[float] = []
+    given: list[float] = []
+    for attempt in attempts:
+        start = len(attempt.prompt_ids)
+        ids = [*attempt.prompt_ids, *attempt.received.ids]
+        scored += scorer.logprobs(ids, temperature=temperature)[start - 1 :]
+        given += attempt.received.logprobs
+    return distance(scored, given)
+
+
+# Requests
+
+
+@pytest.mark.parametrize("stream_every", [None, 8], ids=["whole", "stream"])
+async def test_tokens_and_logprobs_come_with_their_version(
+    vllm: Vllm, stream_every: int | None
+) -> None:
+    async with opened(vllm, stream_every=stream_every) as (controller, version):
+        known = controller.capabilities
+        assert (known.vocab_size, known.max_context) == (VOCABULARY, MAX_CONTEXT)
+        assert known.logprobs == "processed"
+        attempt = one(0, version=version)
+        await controller.generate(attempt)
+        assert attempt.finish_reason is FinishReason.LENGTH
+        assert attempt.received.version_runs == ((version, 0, 64),)
+        health = await controller.health()
+        assert health.running == 0
+        assert health.waiting == 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_a_forward_pass(
+    vllm: Vllm, scorers: tuple[Scorer, Scorer], temperature: float
+) -> None:
+    async with opened(vllm) as (controller, version):
+        attempts = [one(i, version=version, temperature=temperature) for i in range(8)]
+        async with anyio.create_task_group() as tasks:
+            for attempt in attempts:
+                tasks.start_soon(controller.generate, attempt)
+    near = distances(attempts, scorers[0], temperature=temperature)
+    far = distances(attempts, scorers[1], temperature=temperature)
+    print(f"mean |difference|: {near:.4f}, of the other model {far:.3f}")
+    assert near < MEAN_TOLERANCE
+    assert far > 10 * MEAN_TOLERANCE
+
+
+async def test_a_stop_id_ends_the_answer_and_is_in_it(vllm: Vllm) -> None:
+    async with opened(vllm) as (controller, version):
+        whole = one(1, version=version, temperature=0.0, max_tokens=12)
+        await controller.generate(whole)
+        stop = whole.received.ids.tolist()[6]
+        sampling = Sampling(12, temperature=0.0, stop_token_ids=(stop,))
+        attempt = Attempt(prompt(1), max_tokens=12, sampling=sampling, version=version)
+        await controller.generate(attempt)
+        assert attempt.finish_reason is FinishReason.STOP
+        cut = whole.received.ids.tolist().index(stop) + 1
+        assert attempt.received.ids.tolist() == whole.received.ids.tolist()[:cut]
+
+
+@pytest.mark.parametrize("stream_every", [None, 8], ids=["whole", "stream"])
+async def test_sixty_four_in_flight_are_aborted_with_their_partials(
+    vllm: Vllm, stream_every: int | None
+) -> None:
+    async with opened(vllm, stream_every=stream_every) as (controller, version):
+        attempts, started = [one(i, version=version, max_tokens=512) for i in range(64)], 0.0
+        async with anyio.create_task_group() as tasks:
+            for attempt in attempts:
+                tasks.start_soon(controller.generate, attempt)
+            await until_running(controller, 64)
+            started = anyio.current_time()
+            await controller.abort(None)
+        took = anyio.current_time() - started
+        received = [len(attempt.received) for attempt in attempts]
+        print(f"64 came back after {took:.3f} s with {sum(received)} tokens")
+        assert all(attempt.finish_reason is FinishReason.ABORT for attempt in attempts)
+        assert all(1 <= count < 512 for count in received)
+        assert (await controller.health()).running == 0
+
+
+async def test_a_cancelled_request_is_worked_on_no_more(vllm: Vllm) -> None:
+    async with opened(vllm) as (controller, version):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.generate, one(0, version=version, max_tokens=1500))
+            await until_running(controller, 1)
+            tasks.cancel_scope.cancel()
+        await until_running(controller, 0)
+
+
+async def until_running(controller: VllmController, count: int) -> None:
+    """Waits until the server works on so many."""
+    with anyio.fail_after(60):
+        while (await controller.health()).running != count:
+            await anyio.sleep(0.05)
+
+
+# Weights
+
+
+@pytest.mark.parametrize("stream_every", [None, 8], ids=["whole", "stream"])
+async def test_frozen_turns_go_on_under_new_weights(
+    vllm: Vllm, scorers: tuple[Scorer, Scorer], stream_every: int | None
+) -> None:
+    async with opened(vllm, stream_every=stream_every) as (controller, version):
+        attempts, times = [one(i, version=version, max_tokens=96) for i in range(8)], [0.0]
+        async with anyio.create_task_group() as tasks:
+            for attempt in attempts:
+                tasks.start_soon(controller.generate, attempt)
+            await until_running(controller, 8)
+            await anyio.sleep(1.0)
+            times = [anyio.current_time()]
+            await controller.pause(PauseMode.KEEP)
+            times.append(anyio.current_time())
+            await controller.update_weights(str(MODELS[1]), version + 1)
+            times.append(anyio.current_time())
+            await controller.resume()
+            times.append(anyio.current_time())
+        pause, load, resume = (b - a for a, b in pairwise(times))
+        print(f"pause {pause:.3f} s, update {load:.3f} s, resume {resume:.3f} s")
+        for attempt in attempts:
+            (old, _, stop), (new, again, end) = attempt.received.version_runs
+            assert (old, new, end) == (version, version + 1, 96)
+            assert 1 <= stop == again < 96
+    right = by_version(attempts, {version: scorers[0], version + 1: scorers[1]})
+    wrong = by_version(attempts, {version: scorers[1], version + 1: scorers[0]})
+    assert right < MEAN_TOLERANCE
+    assert wrong > 10 * MEAN_TOLERANCE
+
+
+def by_version(attempts: Sequence[Attempt], scorers: dict[int, Scorer]) -> float:
+    """Mean distance, each token scored by the weights of its version."""
+    rows = [
+        (attempt.prompt_ids.tolist(), attempt.received.ids.tolist(),
+         list(attempt.received.logprobs), list(attempt.received.versions))
+        for attempt in attempts
+    ]  # fmt: skip
+    return rescored(rows, scorers)
+
+
+def rescored(
+    rows: Sequence[tuple[list[int], list[int], list[float], list[int]]],
+    scorers: dict[int, Scorer],
+) -> float:
+    scored: list[float] = []
+    given: list[float] = []
+    for before, ids, logprobs, versions in rows:
+        tables = {
+            scorer: scorer.logprobs([*before, *ids])[len(before) - 1 :]
+            for scorer in {scorers[version] for version in versions}
+        }
+        scored += [tables[scorers[version]][at] for at, version in enumerate(versions)]
+        given += logprobs
+    return distance(scored, given)
+
+
+async def score_one(sample: Sample) -> float:
+    return 1.0
+
+
+async def test_twenty_updates_under_thirty_two_rollouts(
+    vllm: Vllm, scorers: tuple[Scorer, Scorer]
+) -> None:
+    """No token is lost, and each has the version of the weights that made it."""
+    cycles, turns = 20, 260
+    async with VllmController(vllm.url) as controller:
+        before = await controller.version()
+        assert before is not None
+        await update(controller, 0, before + 1)
+    first = before + 1
+    task = TaskSpec(
+        "live",
+        [Prompt(f"p{i}", token_ids=prompt(i)) for i in range(32)],
+        judger=score_one,
+        group_size=1,
+        sampling=Sampling(64, min_tokens=64),
+        strategy=AsyncStrategy(max_staleness=cycles + 5, lead=20),
+    )
+    quiet: list[float] = []
+    async with Engine(
+        VllmController(vllm.url, version=first),
+        task,
+        batch_size=32,
+        capacity=Capacity(turns=32),
+        version=first,
+        control_timeout=60.0,
+    ) as engine:
+        for cycle in range(cycles):
+            await anyio.sleep(4.0)
+            mode = PauseMode.KEEP if cycle % 2 else PauseMode.ABORT
+            async with engine.paused(mode) as pause:
+                quiet.append(pause.quiet_seconds)
+                await pause.update_weights(str(MODELS[(cycle + 1) % 2]))
+        batch = await engine.next_batch(turns)
+        figures = engine.statistics()
+        assert_conserved(engine)
+    samples = [sample for group in batch.groups for sample in group.samples]
+    crossing = [s for s in samples if len(s.segments[0].response.version_runs) > 1]
+    print(
+        f"{len(crossing)} of {len(samples)} turns cross an update; quiet after "
+        f"{sorted(quiet)[len(quiet) // 2]:.3f} s (median), {max(quiet):.3f} s (most)"
+    )
+    assert figures.total("tokens_lost") == 0
+    assert all(sample.status is Status.COMPLETED for sample in samples)
+    for sample in samples:
+        check_sample(sample)
+    assert len(crossing) >= 200
+    rows = [
+        (segment.prompt_ids.tolist(), segment.response.ids.tolist(),
+         list(segment.response.logprobs), list(segment.response.versions))
+        for sample in samples for segment in sample.segments
+    ]  # fmt: skip
+    loaded = {first + cycle: scorers[cycle % 2] for cycle in range(cycles + 1)}
+    shifted = {first + cycle: scorers[(cycle + 1) % 2] for cycle in range(cycles + 1)}
+    right, wrong = rescored(rows, loaded), rescored(rows, shifted)
+    print(f"mean |difference| {right:.4f}; with versions shifted by one {wrong:.3f}")
+    assert right < MEAN_TOLERANCE
+    assert wrong > 10 * MEAN_TOLERANCE
+
+
+# Agent loops
+
+
+async def three_turns(rollout: Rollout) -> None:
+    """Asks, hears what a tool says, and asks again."""
+    for number in range(3):
+        await rollout.generate(max_tokens=12)
+        rollout.append([2, 198, 1, 4093 + number, 198])
+
+
+async def test_a_loop_of_three_turns_sends_exactly_the_ids_that_it_has(
+    vllm: Vllm, scorers: tuple[Scorer, Scorer]
+) -> None:
+    async with opened(vllm) as (_, version):
+        pass
+    sent: list[list[int]] = []
+
+    class Sent(RecordingInstrument):
+        def turn_started(self, attempt: Attempt) -> None:
+            sent.append(attempt.prompt_ids.tolist())
+
+    task = TaskSpec(
+        "tools",
+        [Prompt("p", token_ids=prompt(3))],
+        judger=score_one,
+        loop=three_turns,
+        group_size=1,
+        sampling=Sampling(12, min_tokens=12),
+    )
+    controller = VllmController(vllm.url, version=version)
+    async with Engine(controller, task, version=version, instruments=[Sent()]) as engine:
+        batch = await engine.next_batch(1)
+    (segment,) = batch.groups[0].samples[0].segments
+    whole = [*segment.prompt_ids, *segment.response.ids]
+    assert len(segment.response) == 3 * 12 + 2 * 5
+    assert sent == [whole[:7], whole[: 7 + 17], whole[: 7 + 34]]
+    # The server saw them, too: its logprobs are those of a forward pass over the whole.
+    scored = scorers[0].logprobs(whole)[6:]
+    sampled = [at for at, mask in enumerate(segment.mask) if mask]
+    assert len(sampled) == 36
+    logprobs = segment.response.logprobs
+    assert distance([scored[i] for i in sampled], [logprobs[i] for i in sampled]) < MEAN_TOLERANCE
+
+
+# A server that is not as it should be
+
+
+async def test_what_a_server_lacks_is_named(anyio_backend: str) -> None:
+    if anyio_backend == "trio":
+        return  # one start is enough
+    with Vllm(free_port(), options=(), dev_mode=False) as lacking:
+        with pytest.raises(InferenceError, match="VLLM_SERVER_DEV_MODE=1"):
+            async with VllmController(lacking.url):
+                pass
+        body = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+        refused = httpx2.post(f"{lacking.url}/inference/v1/generate", json=body)
+        assert refused.status_code == 403
+        assert "--enable-scale-out" in refused.text
+
+
+async def test_a_server_that_is_killed_and_started_again_costs_only_time(
+    vllm: Vllm, anyio_backend: str
+) -> None:
+    """Turns go on from what they had: none of them is generated from zero."""
+    async with opened(vllm) as (_, version):
+        pass
+
+    class Attempts(RecordingInstrument):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Attempt] = []
+
+        def turn_started(self, attempt: Attempt) -> None:
+            self.seen.append(attempt)
+
+    attempts = Attempts()
+    task = TaskSpec(
+        "killed",
+        [Prompt(f"p{i}", token_ids=prompt(i)) for i in range(16)],
+        judger=score_one,
+        group_size=1,
+        sampling=Sampling(160, min_tokens=160),
+    )
+    held: dict[str, int] = {}
+    batch: Any = None
+    figures: Any = None
+
+    async def kill() -> None:
+        while sum(len(attempt.received) >= 8 for attempt in attempts.seen) < 16:
+            await anyio.sleep(0.05)
+        vllm.kill()
+        held.update({attempt.affinity: len(attempt.received) for attempt in attempts.seen})
+        await anyio.to_thread.run_sync(vllm.start)
+        # A restarted vLLM calls its weights "default" again, and holds those of its --model.
+        label = {"new_version": str(version)}
+        httpx2.post(f"{vllm.url}/update_weight_version", json=label).raise_for_status()
+
+    controller = VllmController(vllm.url, version=version, stream_every=4)
+    async with (
+        anyio.create_task_group() as tasks,
+        Engine(controller, task, version=version, instruments=[attempts]) as engine,
+    ):
+        tasks.start_soon(kill)
+        batch = await engine.next_batch(16)
+        figures = engine.statistics()
+    samples = [group.samples[0] for group in batch.groups]
+    assert all(sample.status is Status.COMPLETED for sample in samples)
+    assert all(len(sample.segments[0].response) == 160 for sample in samples)
+    assert figures.outages == 1
+    assert figures.total("tokens_lost") == 0
+    later = [attempt for attempt in attempts.seen[16:] if attempt.affinity in held]
+    assert len(later) >= 16
+    assert all(len(attempt.prompt_ids) >= 7 + held[attempt.affinity] for attempt in later)
+
+
+# The fault server and the real one
+
+
+async def test_what_the_fault_server_takes_the_real_one_takes(vllm: Vllm) -> None:
+    """Bodies that the controller sends and `VllmServer` accepts; so the two can't drift apart unseen."""
+    fake = VllmServer(vocab_size=VOCABULARY, max_context=MAX_CONTEXT)
+    full: dict[str, Any] = {
+        "min_tokens": 2,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "stop": ("\n\n",),
+        "stop_token_ids": (5,),
+        "seed": 3,
+    }
+    for stream_every in (None, 3):
+        async with fake.serve(), VllmController(fake.url, stream_every=stream_every) as controller:
+            for sampling in ({}, full, *({name: value} for name, value in full.items())):
+                attempt = Attempt(prompt(0), max_tokens=4, sampling=Sampling(4, **sampling))
+                await controller.generate(attempt)
+    bodies = fake.bodies
+    assert len(bodies) == 20
+    fields = annotated("scale_out/token_in_token_out/protocol.py", "GenerateRequest")
+    known = annotated("../sampling_params.py", "SamplingParams")
+    async with httpx2.AsyncClient(base_url=vllm.url, timeout=60.0) as client:
+        for body in bodies:
+            answer = await client.post("/inference/v1/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            # What it doesn't know in here it ignores without a word.
+            assert set(body["sampling_params"]) <= known
+            assert set(body) <= fields
+        paths = (await client.get("/openapi.json")).json()["paths"]
+    for route in fake.routes():
+        method, _, path = route.partition(" ")
+        if path != "/metrics":  # mounted, and so not in the list
+            assert method.lower() in paths[path], route
+
+
+def annotated(path: str, name: str) -> set[str]:
+    """Fields of a class in vLLM's sources."""
+    (package,) = VENV.glob("lib/python3*/site-packages/vllm/entrypoints")
+    tree = ast.parse((package / path).read_text())
+    found = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name)
+    return {
+        node.target.id
+        for node in found.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
