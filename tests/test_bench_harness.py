@@ -18,13 +18,26 @@ import anyio
 import pytest
 
 from benches import __main__ as all_benches
-from benches import bare, harness, instant, memory, nest, overhead, pause_latency, tail, wakeup
+from benches import (
+    bare,
+    harness,
+    http,
+    instant,
+    memory,
+    nest,
+    overhead,
+    pause_latency,
+    tail,
+    wakeup,
+)
 from benches import profile as profiling
 from benches.harness import Row, row
 from benches.picture import against_goal, draw
 from rollnest import Attempt, Batch, Engine, PauseMode
 from rollnest.testing import virtual_backends
+from rollnest.testing.servers import VllmServer
 from rollnest_adapters._figures import result, summary, table
+from rollnest_adapters.vllm import VllmController
 
 BACKENDS = pytest.mark.parametrize("backend", harness.BACKENDS)
 
@@ -118,7 +131,7 @@ def test_a_bench_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_every_bench_is_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert all_benches.main(["--list"]) == 0
     listed = capsys.readouterr().out.split()
-    modules = (pause_latency, wakeup, overhead, memory, tail)
+    modules = (pause_latency, wakeup, overhead, memory, tail, http)
     assert listed == [module.__name__.rpartition(".")[2] for module in modules]
     assert all(callable(module.run) for module in modules)
 
@@ -358,3 +371,34 @@ def test_partials_that_are_kept_cost_nothing_twice(monkeypatch: pytest.MonkeyPat
     assert rates["ABORT, partials kept"] > rates["WAIT"]
     written = {name: cost for name, (_, cost) in found.items()}
     assert written["ABORT, partials discarded"] > written["ABORT, partials kept"]
+
+
+# The fast server of the bench `http`
+
+
+def test_the_fast_server_answers_as_the_controller_wants() -> None:
+    async def ask() -> None:
+        with http.serving() as url:
+            load = http.Load("two", 2, 4, tokens=3)
+            async with VllmController(url) as controller:
+                attempt = load.attempt()
+                await controller.generate(attempt)
+                assert len(attempt.received) == 3
+            for way in (http.by_controller, http.by_httpx2, http.by_aiohttp):
+                (figures,) = await way(url, load, 1)
+                assert len(figures) == 2
+
+    anyio.run(ask)
+
+
+def test_the_bare_clients_post_what_the_controller_posts() -> None:
+    async def ask() -> dict[str, Any]:
+        server = VllmServer()
+        async with server.serve(), VllmController(server.url) as controller:
+            await controller.generate(http.Load("one", 1, 1).attempt())
+        return server.bodies[0]
+
+    body, bare = anyio.run(ask), http.Load("one", 1, 1).body()
+    assert body.keys() == bare.keys()
+    assert body["sampling_params"] == bare["sampling_params"]
+    assert body["token_ids"] == bare["token_ids"]
