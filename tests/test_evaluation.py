@@ -351,6 +351,28 @@ async def test_new_weights_cancel_an_evaluation_that_asked_for_it_and_a_mere_pau
 
 
 @anyio_only
+async def test_evict_leaves_an_evaluation_at_the_gate_where_it_goes_on() -> None:
+    controller = ScriptedController(rate=1.0, stop_every=10_000, stream=True)
+    task = spec(strategy=AsyncStrategy(lead=0))
+    got: list[EvalResult] = []
+    async with Engine(controller, task, batch_size=2) as engine, create_task_group() as group:
+        group.start_soon(_into, got, lambda: engine.evaluate(heldout(), on_update="mark"))
+        await anyio.sleep(5)
+        async with engine.paused(PauseMode.EVICT) as pause:
+            figures = engine.statistics().tasks["task"]
+            assert (figures.flight, figures.waiting) == (0, 2)
+            assert not controller.open
+            assert len(engine.tree().evaluations) == 1
+            await pause.update_weights({})
+        await anyio.sleep(100)
+    (result,) = got
+    assert result.versions == {0: 12, 1: 12}
+    assert {turn.attempts for sample in result.samples for turn in sample.turns} == {2}
+    assert not result.failures
+    settled(engine, controller)
+
+
+@anyio_only
 async def test_an_evaluation_that_goes_on_says_what_made_it() -> None:
     controller = ScriptedController(rate=1.0, stop_every=10_000)
     got: list[EvalResult] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from anyio import create_task_group, current_time, sleep
+from anyio import create_task_group, current_time, sleep, sleep_forever
 
 from rollnest import (
     Batch,
@@ -13,6 +13,7 @@ from rollnest import (
     FailurePolicy,
     Limits,
     LiveGroup,
+    PauseMode,
     Rollout,
     Sample,
     Sampling,
@@ -60,7 +61,8 @@ async def none(controller: ScriptedController | None = None, **options: Any) -> 
 
 
 def over(name: str, **options: Any) -> Limits:
-    return Limits(**{name: 2.05, **options})
+    seconds: dict[str, Any] = {name: 2.05}
+    return Limits(**(seconds | options))
 
 
 @pytest.mark.parametrize("name", ["turn", "sample", "group"])
@@ -152,8 +154,8 @@ async def test_a_group_limit_stands_still_while_the_gate_is_closed() -> None:
     controller = slow()
     limits = Limits(group=2.05, on_timeout="finish")
     task = spec(sampling=Sampling(1000), limits=limits)
+    batches: list[Batch] = []
     async with Engine(controller, task) as engine, create_task_group() as tasks:
-        batches: list[Batch] = []
 
         async def take() -> None:
             batches.append(await engine.next_batch(1))
@@ -191,3 +193,48 @@ async def test_a_group_loop_is_limited_as_a_whole() -> None:
 async def test_bad_limits(options: dict[str, Any], named: str) -> None:
     with pytest.raises((ValueError, TypeError), match=named):
         Limits(**options)
+
+
+@pytest.mark.parametrize("limits", [Limits(sample=4.0), Limits(group=4.0)], ids=["sample", "group"])
+async def test_a_loop_that_runs_again_after_an_eviction_has_all_its_time_again(
+    limits: Limits,
+) -> None:
+    async def loop(rollout: Rollout) -> None:
+        for _ in range(3):
+            await rollout.generate(max_tokens=20)
+
+    controller = slow()
+    task = spec(loop=loop, limits=limits, sampling=Sampling(100), group_size=1)
+    async with Engine(controller, task) as engine, create_task_group() as group:
+        group.start_soon(engine.next_batch, 1)
+        for _ in range(2):
+            await sleep(2.5)
+            async with engine.paused(PauseMode.EVICT):
+                assert engine.statistics().tasks["task"].waiting == 1
+    assert engine.statistics().tasks["task"].delivered == 1  # after 6 s of turns
+    assert engine.statistics().tasks["task"].failures == {}
+    assert_conserved(engine, committed=controller.committed)
+
+
+async def test_a_loop_that_hangs_is_ended_though_it_was_evicted_before() -> None:
+    async def loop(rollout: Rollout) -> None:
+        await rollout.generate(max_tokens=5)
+        await sleep_forever()
+
+    task = spec(loop=loop, limits=Limits(sample=4.0), group_size=1, starve_after=1)
+    async with Engine(slow(), task) as engine, create_task_group() as group:
+
+        async def starve() -> None:
+            with pytest.raises(Starved, match=r"the agent loop took over 4\.0 s"):
+                await engine.next_batch(1)
+
+        group.start_soon(starve)
+        await sleep(3.0)
+        async with engine.paused(PauseMode.EVICT):
+            pass
+        evicted = current_time()
+        await sleep(3.9)
+        assert engine.statistics().tasks["task"].failures == {}
+        await sleep(0.2)
+        assert engine.statistics().tasks["task"].failures == {"loop": 1}
+        assert current_time() - evicted >= 4.0

@@ -145,7 +145,7 @@ class Limits:
         turn: One turn, over all its attempts.
         tool: One tool call.
         judge: One judger call.
-        sample: One sample's agent loop, judging not counted.
+        sample: One sample's agent loop, judging not counted. One that runs again after an eviction has all of it again.
         group: Generating one group: a group loop from its start to its end, with the judging that it asks for itself.
             Of other loops it bounds each member, over all its tries.
         on_timeout: What is over a limit of turn, sample or group `"fail"`s; or it is to `"finish"` with what it has: a
