@@ -20,7 +20,7 @@ from typing import Any
 
 from benches.picture import draw
 
-BENCHES = ("pause_latency", "wakeup", "overhead", "memory", "tail", "http")
+BENCHES = ("pause_latency", "wakeup", "overhead", "memory", "tail", "http", "save")
 RESULTS = Path(__file__).parent / "results"
 
 

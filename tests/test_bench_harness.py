@@ -27,6 +27,7 @@ from benches import (
     nest,
     overhead,
     pause_latency,
+    save,
     tail,
     wakeup,
 )
@@ -131,7 +132,7 @@ def test_a_bench_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_every_bench_is_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert all_benches.main(["--list"]) == 0
     listed = capsys.readouterr().out.split()
-    modules = (pause_latency, wakeup, overhead, memory, tail, http)
+    modules = (pause_latency, wakeup, overhead, memory, tail, http, save)
     assert listed == [module.__name__.rpartition(".")[2] for module in modules]
     assert all(callable(module.run) for module in modules)
 

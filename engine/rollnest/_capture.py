@@ -1,19 +1,21 @@
 """What is noted of live rollouts for a checkpoint, and what it comes to.
 
-Noting is done in one step on the event loop, so it only copies what goes on changing: columns that grow, lists of
-turns and calls. What a rollout would leave behind if it were cut at that moment is worked out from the note later, in a
-thread: a sample that was aborted, and the journal that its loop goes on from. The rollout itself goes on meanwhile, and
-nothing of it has changed.
+Noting is done in one step on the event loop, and so it does as little as can be. Columns are not copied: they only
+grow, so how long they were says what there was, whenever it is read. What a rollout would leave behind if it were cut
+at that moment is worked out from the note later, in a thread: a sample that was aborted, and the journal that its loop
+goes on from. The rollout itself goes on meanwhile, and nothing of it has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from attrs import evolve, field, frozen
+from attrs import define, evolve, field, frozen
 
+from ._attempt import FinishReason
 from ._journal import Journal, RecordedCall, RecordedTurn, Request
+from ._options import Sampling
 from ._records import Failure, Group, Prompt, Sample, Segment, Status, Turn
 from ._response import Response
 
@@ -25,7 +27,7 @@ __all__ = [
     "RolloutNote",
     "RunningTurn",
     "Visit",
-    "note_of_journal",
+    "play_later",
     "who_leaves",
     "within",
 ]
@@ -37,61 +39,85 @@ REDUNDANT = "redundant"
 """Why a member left of which the group had enough without it."""
 
 
-@frozen(eq=False)
+@define(eq=False)
 class RunningTurn:
     """A turn that had not ended.
 
     Attributes:
-        number: Its number among the rollout's calls.
-        request: What the loop said of it.
+        asked: Its number among the rollout's calls, and what the loop said of it.
         start: Where it starts in the response.
         stop: How far it had come.
         tries: Requests so far.
-        outcome: How it has ended, if its server had answered already.
+        finish_reason: What the server had said of its end.
+        min_tokens: Fewest tokens that it samples before it may stop.
+        stops: Ids that end it.
     """
 
-    number: int
-    request: Request
+    asked: tuple[int, Request]
     start: int
     stop: int
     tries: int
-    outcome: Literal["stop", "length"] | None
+    finish_reason: FinishReason | None = None
+    min_tokens: int = 0
+    stops: Sequence[Collection[int]] = ()
+
+    def turn(self, segment: int, response: Response) -> Turn:
+        """The turn as it is; one that is cut goes on from there."""
+        reason = self.finish_reason
+        outcome: Literal["stop", "length", "abort"] = "abort"
+        if reason is FinishReason.STOP:
+            outcome = "stop"
+        elif reason is FinishReason.LENGTH:
+            outcome = "length"
+        elif self.stop - self.start >= self.min_tokens:
+            last = response.ids[self.stop - 1]
+            outcome = "stop" if any(last in stops for stops in self.stops) else "abort"
+        return Turn(outcome, None, segment, self.start, self.stop, max(1, self.tries), response)
 
 
-@frozen(eq=False)
+@define(eq=False)
 class ContextNote:
     """One token context.
 
     Attributes:
         prompt_ids: What it began with.
-        response: Its columns, sealed.
-        received: What the running attempt had brought, sealed; `None` if that is nothing, or not to be kept.
+        response: Its columns; they may have grown since.
+        length: How many tokens there were.
+        received: What the running attempt had brought; it may have grown since.
+        received_length: How many tokens there were, without those that are not to be kept.
         running: The turn that had not ended.
         recorded: Turns that it had not been given again yet; they are in `response`.
     """
 
     prompt_ids: memoryview[int]
     response: Response
+    length: int
     received: Response | None = None
+    received_length: int = 0
     running: RunningTurn | None = None
     recorded: Sequence[RecordedTurn] = ()
 
     def columns(self) -> Response:
         """All columns, sealed."""
-        if self.received is None:
-            return self.response
-        whole = Response()
-        whole.extend(self.response)
-        whole.extend(self.received)
-        return whole.seal()
+        response = self.response
+        if self.received is not None and self.received_length:
+            whole = Response()
+            whole.extend(response[: self.length])
+            whole.extend(self.received[: self.received_length])
+            return whole.seal()
+        if response.sealed and len(response) == self.length:
+            return response  # a journal may have it too, and then both stay one
+        return response[: self.length]
 
 
-@frozen(eq=False, kw_only=True)
+@define(eq=False, kw_only=True)
 class RolloutNote:
     """One rollout that had not ended.
 
     Attributes:
-        sample: Its end, without segments and turns, if it were cut now.
+        index: Its place in the group.
+        seconds: Since its loop began.
+        finish_reason: Why its loop ended it, if it did.
         contexts: Its contexts, in the order they were opened.
         turns: What the policy was asked for.
         asked: Number and request of each of these.
@@ -105,11 +131,13 @@ class RolloutNote:
         restarts: Whether nothing of it holds, because a tool did not do the same again.
     """
 
-    sample: Sample
+    index: int
+    seconds: float = 0.0
+    finish_reason: str | None = None
     contexts: Sequence[ContextNote] = ()
     turns: Sequence[Turn] = ()
     asked: Sequence[tuple[int, Request]] = ()
-    calls: Sequence[RecordedCall] = ()
+    calls: Iterable[RecordedCall] = ()
     seed: int = 0
     attempts: int = 0
     place: int = 0
@@ -118,19 +146,17 @@ class RolloutNote:
     unseen: int = 0
     restarts: bool = False
 
-    def aborted(self) -> tuple[Sample, Journal | None]:
-        """What it would leave behind."""
+    def aborted(self, group: GroupNote) -> tuple[Sample, Journal | None]:
+        """What it would leave behind; it is a member of the group."""
         if self.restarts:
-            return self.sample, None
+            return self._sample(group, (), ()), None
         responses = [context.columns() for context in self.contexts]
         turns, asked = list(self.turns), list(self.asked)
         for index, (context, response) in enumerate(zip(self.contexts, responses, strict=True)):
             running = context.running
             if running is not None and running.stop > running.start:
-                outcome, tries = running.outcome or "abort", max(1, running.tries)
-                span = running.start, running.stop
-                turns.append(Turn(outcome, None, index, *span, tries, response))
-                asked.append((running.number, running.request))
+                turns.append(running.turn(index, response))
+                asked.append(running.asked)
             for recorded in context.recorded:
                 turns.append(evolve(recorded.turn, segment=index, response=response))
                 asked.append((recorded.begun, recorded.request))
@@ -138,31 +164,44 @@ class RolloutNote:
             Segment(c.prompt_ids, r.without_trailing_context() if self.cut else r)
             for c, r in zip(self.contexts, responses, strict=True)
         )
-        sample = evolve(
-            self.sample,
-            segments=segments,
-            turns=tuple(within(turn, segments[turn.segment]) for turn in turns),
-            finish_reason=_reason(self, turns),
-        )
+        sample = self._sample(group, segments, turns)
         journal = Journal.of(
             sample, asked, self.calls, seed=self.seed, attempts=self.attempts, place=self.place
         )
         return sample, None if journal.is_empty else journal
 
+    def _sample(
+        self, group: GroupNote, segments: tuple[Segment, ...], turns: Sequence[Turn]
+    ) -> Sample:
+        reason = self.finish_reason
+        if self.cut:
+            reason = "length"
+        elif reason is None and turns:
+            reason = turns[-1].finish_reason
+        return Sample(
+            task=group.task,
+            prompt=group.prompt,
+            visit=group.visit,
+            index=self.index,
+            status=Status.ABORTED,
+            segments=segments,
+            turns=tuple(within(turn, segments[turn.segment]) for turn in turns),
+            finish_reason=reason,
+            sampling=group.sampling,
+            logprobs_mode=group.logprobs_mode,
+            generate_seconds=self.seconds,
+        )
 
-def note_of_journal(sample: Sample, journal: Journal) -> RolloutNote:
-    """The note of a rollout that has not begun again; all that it is given again is in the journal."""
-    return RolloutNote(
-        sample=sample,
-        contexts=[
-            ContextNote(context.prompt_ids, context.response, recorded=context.turns)
-            for context in journal.contexts
-        ],
-        calls=journal.calls,
-        seed=journal.seed,
-        attempts=journal.attempts,
-        place=journal.place,
-    )
+
+def play_later(note: RolloutNote, journal: Journal) -> RolloutNote:
+    """Completes the note of a rollout that has not begun again: all that it is given again is in the journal."""
+    note.contexts = [
+        ContextNote(c.prompt_ids, c.response, len(c.response), recorded=c.turns)
+        for c in journal.contexts
+    ]
+    note.calls = journal.calls
+    note.seed, note.attempts, note.place = journal.seed, journal.attempts, journal.place
+    return note
 
 
 @frozen(eq=False, kw_only=True)
@@ -210,7 +249,7 @@ class Visit:
         return max([v for v in versions if v is not None], default=None)
 
 
-@frozen(eq=False, kw_only=True)
+@define(eq=False, kw_only=True)
 class GroupNote:
     """A group in flight.
 
@@ -218,14 +257,16 @@ class GroupNote:
         task: Name of its task.
         prompt: What is asked.
         visit: Number of the visit.
+        sampling: The task's sampling.
+        logprobs_mode: What logprobs are.
         samples: Members that had ended, by index, in the order in which they did.
-        waiting: Indexes of those of them that had no verdict yet.
+        by_group: Whether those of them that have no verdict wait to be judged with the others.
         unjudged: Members that were being judged, by index.
         live: Members that had not ended.
         group_size: How many members make a group.
         least: How many make one if some have failed.
         whole: Whether its loop begins anew as a whole.
-        counted: Indexes of completed members that count as produced already.
+        counted: Completed members that count as produced already, by index.
         seconds: Time from its start, over all runs.
         expiries: How often it had become too old.
     """
@@ -233,14 +274,16 @@ class GroupNote:
     task: str
     prompt: Prompt
     visit: int
+    sampling: Sampling
+    logprobs_mode: Literal["raw", "processed"]
     samples: Mapping[int, Sample]
-    waiting: frozenset[int]
+    by_group: bool
     unjudged: Mapping[int, Sample]
     live: Sequence[RolloutNote]
     group_size: int
     least: int
     whole: bool
-    counted: frozenset[int]
+    counted: Iterable[int]
     seconds: float
     expiries: int
 
@@ -249,11 +292,13 @@ class GroupNote:
         samples: dict[int, Sample] = {}
         journals: dict[int, Journal] = {}
         for index, sample in self.samples.items():
-            samples[index] = _unjudged(sample) if index in self.waiting else sample
+            completed = sample.status is Status.COMPLETED
+            waits = self.by_group and completed and sample.verdict is None
+            samples[index] = _unjudged(sample) if waits else sample
         for index, sample in self.unjudged.items():
-            samples[index] = _unjudged(sample)
+            samples.setdefault(index, _unjudged(sample))
         for note in self.live:
-            sample, journal = note.aborted()
+            sample, journal = note.aborted(self)
             samples[sample.index] = sample
             if journal is not None:
                 journals[sample.index] = journal
@@ -271,7 +316,7 @@ class GroupNote:
             journals=journals,
             seconds=self.seconds,
             expiries=self.expiries,
-            counted=self.counted,
+            counted=frozenset(self.counted),
             left=tuple(left),
             discarded=sum([note.discarded for note in self.live]),
             unseen=sum([note.unseen for note in self.live]),
@@ -307,14 +352,6 @@ def _unjudged(sample: Sample) -> Sample:
 def _begins_anew(sample: Sample) -> Sample:
     no_failure: Failure | None = None
     return evolve(sample, status=Status.ABORTED, verdict=None, failure=no_failure, unjudged=False)
-
-
-def _reason(note: RolloutNote, turns: Sequence[Turn]) -> str | None:
-    if note.cut:
-        return "length"
-    if note.sample.finish_reason is None and turns:
-        return turns[-1].finish_reason
-    return note.sample.finish_reason
 
 
 def within(turn: Turn, segment: Segment) -> Turn:

@@ -19,7 +19,7 @@ from ._capture import ContextNote, RunningTurn
 from ._continuation import attempt_seed, tokens_through_stop
 from ._gate import Gate, Limit, OverLimit
 from ._instruments import Instruments
-from ._journal import AS_THE_TASK, ContextReplay, Journal, RecordedTurn, Replay, Request
+from ._journal import AS_THE_TASK, ContextReplay, Journal, Replay, Request
 from ._options import Limits, Sampling
 from ._outage import Outage, Retries
 from ._records import Failure, Message, Prompt, Segment, Turn
@@ -508,37 +508,32 @@ class Context:
 
     def _note(self) -> tuple[ContextNote, int, int]:
         """What there is now; see `note_context`."""
-        record, attempt, asked = self._record, self._running, self._asked
-        received, running, outcome = None, None, None
+        record, attempt, response = self._record, self._running, self._response
+        note = ContextNote(self._prompt_ids, response, len(response))
         discarded = unseen = 0
         if attempt is not None:
-            received = attempt.received
-            unseen = int(not received and attempt.finish_reason is None)
-            if not received:
-                received = None
+            note.received = received = attempt.received
+            note.received_length = length = len(received)
+            if not length:
+                unseen = int(attempt.finish_reason is None)
             elif not self._core.services.partial and self._is_partial(attempt, self._request[0]):
-                discarded, received = len(received), None
-            else:
-                received = received[:]
-        response = self._response[:]
-        if asked is not None:
-            if attempt is not None and received is not None:
-                sampling, start, _ = self._request
-                outcome = self._reason(attempt, sampling, start, received)
-            stop = len(response) + (0 if received is None else len(received))
-            running = RunningTurn(*asked, self._begun, stop, self._tries, outcome)
-        recorded: tuple[RecordedTurn, ...] = ()
+                discarded, note.received_length = length, 0
+        if self._asked is not None:
+            stop = note.length + note.received_length
+            note.running = running = RunningTurn(self._asked, self._begun, stop, self._tries)
+            if attempt is not None and note.received_length:
+                sampling = self._request[0]
+                running.finish_reason = attempt.finish_reason
+                running.min_tokens = sampling.min_tokens
+                running.stops = self._core.services.stop_token_ids, sampling.stop_token_ids
         if record is not None and record.turns:
-            if received is None and not record.is_left_by(response):
+            if not note.received_length and not record.is_left_by(response):
                 # As in `_take_over`: what is there is the beginning of the record.
-                response, recorded = record.response[: record.end], tuple(record.turns)
+                note.response, note.length = record.response, record.end
+                note.recorded = tuple(record.turns)
             else:
                 discarded += record.pending_tokens
-        return (
-            ContextNote(self._prompt_ids, response, received, running, recorded),
-            discarded,
-            unseen,
-        )
+        return note, discarded, unseen
 
     def _freeze(self, *, trim: bool) -> Segment:
         """Ends the context; see `freeze_context`."""
@@ -771,20 +766,19 @@ class Context:
         return len(received) < sampling.min_tokens or received.last_id not in stops
 
     def _reason(
-        self, attempt: Attempt, sampling: Sampling, start: int, received: Response | None = None
+        self, attempt: Attempt, sampling: Sampling, start: int
     ) -> Literal["stop", "length"] | None:
-        """Why the turn has ended, or would if what is `received` came on top; `None` if it goes on from a partial."""
+        """Why the turn has ended; `None` if it goes on from a partial."""
         reason = attempt.finish_reason
         if reason is _STOP:
             return "stop"
         if reason is _LENGTH:
             return "length"
-        got = len(self._response) - start + len(received or ())
+        got = len(self._response) - start
         if not got or got < sampling.min_tokens:
             return None
-        last_id = (received or self._response).last_id
         stops = self._core.services.stop_token_ids.union(sampling.stop_token_ids)
-        return "stop" if last_id in stops else None
+        return "stop" if self._response.last_id in stops else None
 
     def __repr__(self) -> str:
         return f"<Context {self._index} of {self._core.uid}: {len(self._prompt_ids)} prompt tokens, {self._response!r}>"

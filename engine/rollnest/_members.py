@@ -16,7 +16,7 @@ from anyio import CancelScope, create_task_group, get_cancelled_exc_class
 from anyio.abc import TaskGroup
 from attrs import evolve
 
-from ._capture import GroupNote, RolloutNote, note_of_journal, who_leaves
+from ._capture import GroupNote, RolloutNote, play_later, who_leaves
 from ._context import RolloutServices
 from ._gate import Limit, OverLimit
 from ._journal import Journal
@@ -449,38 +449,32 @@ class Members:
             now: The event loop's time.
             whole: Whether its loop begins anew as a whole.
         """
-        live = [i for i in self._indexes if i not in self.samples and i not in self.unjudged]
+        row, samples, unjudged = self.row, self.samples, self.unjudged
+        live = [i for i in self._indexes if i not in samples and i not in unjudged]
         return GroupNote(
             task=self._spec.name,
-            prompt=self.row.prompt,
-            visit=self.row.visit,
-            samples=dict(self.samples),
-            waiting=frozenset([i for i, s in self.samples.items() if self._waits(s)]),
-            unjudged={i: s for i, s in self.unjudged.items() if i not in self.samples},
-            live=[self._note(index) for index in live],
+            prompt=row.prompt,
+            visit=row.visit,
+            sampling=self._services.sampling,
+            logprobs_mode=self._services.capabilities.logprobs,
+            samples=samples.copy(),
+            by_group=self._judging is not None and self._judging.by_group,
+            unjudged=unjudged.copy(),
+            live=[self._note(index, now) for index in live],
             group_size=self._spec.group_size,
             least=self._spec.failures.least(self._spec.group_size),
             whole=whole,
-            counted=frozenset(self.row.kept),
-            seconds=self.row.seconds + now - self.started,
-            expiries=self.row.expiries,
+            counted=row.kept,  # never changed: another one takes its place
+            seconds=row.seconds + now - self.started,
+            expiries=row.expiries,
         )
 
-    def _note(self, index: int) -> RolloutNote:
+    def _note(self, index: int, now: float) -> RolloutNote:
         rollout, journal = self.rollouts.get(index), self._left.get(index)
         if rollout is not None:
-            return note_rollout(rollout)
-        services = self._services
-        sample = Sample(
-            task=self._spec.name,
-            prompt=self.row.prompt,
-            visit=self.row.visit,
-            index=index,
-            status=Status.ABORTED,
-            sampling=services.sampling,
-            logprobs_mode=services.capabilities.logprobs,
-        )
-        return RolloutNote(sample=sample) if journal is None else note_of_journal(sample, journal)
+            return note_rollout(rollout, now)
+        note = RolloutNote(index=index)
+        return note if journal is None else play_later(note, journal)
 
     def _end_rest(self) -> None:
         """Ends the members that have not: they were cancelled, for what fails by itself has ended."""

@@ -100,13 +100,14 @@ def rollout_journal(rollout: Rollout, aborted: Sample) -> Journal | None:
     return rollout._journal(aborted)  # pyright: ignore[reportPrivateUsage]
 
 
-def note_rollout(rollout: Rollout) -> RolloutNote:
+def note_rollout(rollout: Rollout, now: float) -> RolloutNote:
     """What there is of a rollout now, for a checkpoint; the rollout goes on.
 
     Args:
         rollout: The rollout, not frozen.
+        now: The event loop's time.
     """
-    return rollout._note()  # pyright: ignore[reportPrivateUsage]
+    return rollout._note(now)  # pyright: ignore[reportPrivateUsage]
 
 
 def begin_loop(rollout: Rollout) -> None:
@@ -491,9 +492,8 @@ class Rollout:
         )
         return None if journal.is_empty else journal
 
-    def _note(self) -> RolloutNote:
+    def _note(self, now: float) -> RolloutNote:
         core, replay = self._core, self._core.replay
-        calls = {} if self._log is None else dict(self._log.calls)
         contexts: list[ContextNote] = []
         discarded = unseen = 0
         for context in core.contexts:
@@ -501,20 +501,24 @@ class Rollout:
             contexts.append(note)
             discarded += tokens
             unseen += requests
+        calls = () if self._log is None else tuple(self._log.calls.values())
         if replay is not None:
-            calls |= {call.begun: call for call in replay.calls}
             contexts += [
-                ContextNote(c.prompt_ids, c.response[: c.end], recorded=tuple(c.turns))
+                ContextNote(c.prompt_ids, c.response, c.end, recorded=tuple(c.turns))
                 for c in replay.contexts
             ]
+            known = {call.begun for call in calls}
+            calls += tuple(call for call in replay.calls if call.begun not in known)
         if self._must_restart:
             discarded = self.policy_tokens
         return RolloutNote(
-            sample=self._sample(Status.ABORTED, (), turns=()),
+            index=self._index,
+            seconds=now - self._started,
+            finish_reason=core.finish_reason,
             contexts=contexts,
             turns=tuple(core.turns),
             asked=tuple(core.asked),
-            calls=tuple(calls.values()),
+            calls=calls,
             seed=self._seed,
             attempts=core.attempts,
             place=self._place,
@@ -665,8 +669,8 @@ class Rollout:
         reason = core.finish_reason
         if core.cut:
             reason = "length"
-        elif reason is None and turns:
-            reason = turns[-1].finish_reason
+        elif reason is None and core.turns:
+            reason = core.turns[-1].finish_reason
         return Sample(
             task=core.services.task,
             prompt=core.prompt,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from time import sleep
 from typing import Any
 
 from attrs import frozen
@@ -53,6 +54,8 @@ GROUPS = "groups.jsonl"
 PROMPTS = "prompts.jsonl"
 COLUMNS = "columns.safetensors"
 ENGINE = "engine.json"
+
+_AT_A_STRETCH = 64  # responses
 
 
 @frozen(eq=False, kw_only=True)
@@ -146,6 +149,7 @@ class Snapshot:
 
     def _groups(self, encoder: _Encoder) -> Iterator[bytes]:
         for visit in self.visits():
+            _let_others_run()
             named = self.tasks[visit.group.task].prompts is not None
             yield text(encoder.group(visit, named=named))
 
@@ -224,7 +228,9 @@ class _Encoder:
         versions, run_stops = array("i"), array("i")
         runs, stops, prompt_stops = array("q"), array("q"), array("q")
         total = 0
-        for response in self._kept:
+        for number, response in enumerate(self._kept):
+            if not number % _AT_A_STRETCH:
+                _let_others_run()
             for version, _, stop in response.version_runs:
                 versions.append(version)
                 run_stops.append(stop)
@@ -232,14 +238,21 @@ class _Encoder:
             total += len(response)
             stops.append(total)
         total = 0
-        for ids in self._ids_of_prompts:
-            total += len(ids)
+        for prompt_ids in self._ids_of_prompts:
+            total += len(prompt_ids)
             prompt_stops.append(total)
+        ids: list[memoryview[int]] = []
+        logprobs: list[memoryview[float]] = []
+        for number, response in enumerate(self._kept):
+            if not number % _AT_A_STRETCH:
+                _let_others_run()
+            ids.append(response.ids)
+            logprobs.append(response.logprobs)
         columns: dict[str, Sequence[ColumnData | memoryview[Any]]] = {
             "prompts.ids": self._ids_of_prompts,
             "prompts.stops": [prompt_stops],
-            "responses.ids": [response.ids for response in self._kept],
-            "responses.logprobs": [response.logprobs for response in self._kept],
+            "responses.ids": ids,
+            "responses.logprobs": logprobs,
             "responses.stops": [stops],
             "responses.runs": [runs],
             "runs.versions": [versions],
@@ -350,6 +363,11 @@ class _Encoder:
         if number == len(self._ids_of_prompts):
             self._ids_of_prompts.append(ids)
         return number
+
+
+def _let_others_run() -> None:
+    """Lets the event loop have the interpreter: a thread that computes keeps it for 5 ms at a time otherwise."""
+    sleep(0)
 
 
 def _wire_turn(turn: Turn) -> WireTurn:
