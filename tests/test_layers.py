@@ -33,6 +33,7 @@ LAYERS: list[list[str]] = [
         "_delivery",
         "_figures",
         "_fingerprint",
+        "_inspect",
         "_journal",
         "_judgers",
         "_process_judger",

@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     try:
-        return _demo(parsed) if parsed.command == "demo" else _bench_pause(parsed)
+        return _COMMANDS[parsed.command](parsed)
     except ModuleNotFoundError as error:
         brings = _INSTALL.get((error.name or "").partition(".")[0])
         if brings is None:
@@ -100,6 +100,26 @@ def _bench_pause(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _inspect(parsed: argparse.Namespace) -> int:
+    from rollnest import inspect_checkpoint
+    from rollnest.errors import CheckpointError
+
+    try:
+        info = inspect_checkpoint(parsed.directory)
+    except (CheckpointError, OSError) as error:
+        return _fail(str(error))
+    text = json.dumps(info.as_dict(), indent=1) if parsed.json else str(info)
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "demo": _demo,
+    "bench": _bench_pause,
+    "inspect": _inspect,
+}
+
+
 def _fail(message: str) -> int:
     sys.stderr.write(f"rollnest: {message}\n")
     return 1
@@ -128,6 +148,17 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_bench(bench)
+    inspect = commands.add_parser(
+        "inspect",
+        help="show what is in a checkpoint",
+        description="Checks a checkpoint and shows what is in it: groups by where they stand, samples by status, "
+        "weight versions, positions of the prompts, turns in flight, batches that are not committed.",
+        allow_abbrev=False,
+    )
+    inspect.add_argument(
+        "directory", type=Path, metavar="DIR", help="a checkpoint, or where an engine saves"
+    )
+    inspect.add_argument("--json", action="store_true", help="as JSON instead of a table")
     return parser
 
 

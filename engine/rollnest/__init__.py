@@ -12,6 +12,9 @@ from ._blocking import BlockingPause as BlockingPause
 from ._codecs import register_codec as register_codec
 from ._context import Context as Context
 from ._engine import Engine as Engine
+from ._inspect import CheckpointInfo as CheckpointInfo
+from ._inspect import CheckpointTask as CheckpointTask
+from ._inspect import inspect_checkpoint as inspect_checkpoint
 from ._judgers import ComposedJudger as ComposedJudger
 from ._judgers import RoutedJudger as RoutedJudger
 from ._live import LiveGroup as LiveGroup
