@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,7 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parsed = _parser().parse_args(arguments)
     try:
-        return _COMMANDS[parsed.command](parsed)
+        match parsed.command:
+            case "demo":
+                return _demo(parsed)
+            case "bench":
+                return _bench_pause(parsed)
+            case _:
+                return _inspect(parsed)
     except ModuleNotFoundError as error:
         brings = _INSTALL.get((error.name or "").partition(".")[0])
         if brings is None:
@@ -111,13 +117,6 @@ def _inspect(parsed: argparse.Namespace) -> int:
     text = json.dumps(info.as_dict(), indent=1) if parsed.json else str(info)
     sys.stdout.write(text + "\n")
     return 0
-
-
-_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
-    "demo": _demo,
-    "bench": _bench_pause,
-    "inspect": _inspect,
-}
 
 
 def _fail(message: str) -> int:
