@@ -37,6 +37,7 @@ MODULES = [
     "rollnest_adapters.lmdeploy",
     "rollnest_adapters.llamacpp",
     "rollnest_adapters.pool",
+    "rollnest_adapters.judgers",
     "rollnest_adapters.tokenizer",
     "rollnest_adapters.torch",
     "rollnest_adapters.bench",

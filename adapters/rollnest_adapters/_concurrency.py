@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from attrs import Attribute, field, frozen
+from attrs import field, frozen
 
 from rollnest.abc import Health
 
+from ._checks import positive, whole
+
 __all__ = ["AdaptiveConcurrency"]
-
-
-def _whole(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{attribute.name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{attribute.name} must be >= 1, got {value}")
-
-
-def _share(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{attribute.name} must be a number, got {value!r}")
-    if not 0 < value <= 1:
-        raise ValueError(f"{attribute.name} must be > 0 and <= 1, got {value!r}")
 
 
 @frozen(kw_only=True)
@@ -43,11 +30,11 @@ class AdaptiveConcurrency:
         full: Share of the cache in use from which on the limit is cut. It grows below three quarters of that.
     """
 
-    start: int = field(default=64, validator=_whole)
-    least: int = field(default=1, validator=_whole)
-    most: int = field(default=1024, validator=_whole)
-    queue: float = field(default=0.1, validator=_share)
-    full: float = field(default=0.95, validator=_share)
+    start: int = field(default=64, validator=whole(1))
+    least: int = field(default=1, validator=whole(1))
+    most: int = field(default=1024, validator=whole(1))
+    queue: float = field(default=0.1, validator=positive(1))
+    full: float = field(default=0.95, validator=positive(1))
 
     def __attrs_post_init__(self) -> None:
         if not self.least <= self.start <= self.most:

@@ -17,9 +17,9 @@ from rollnest.abc import Capabilities, Health, PauseMode
 from rollnest.errors import InferenceError
 
 from ._pool_calls import late
-from ._pool_options import Times
 from ._pool_roster import Roster, said
 from ._pool_server import Server
+from ._pool_times import Times
 
 __all__ = ["Checks"]
 

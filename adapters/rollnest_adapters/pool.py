@@ -36,14 +36,15 @@ from rollnest.abc import (
 )
 from rollnest.errors import InferenceError, WeightsState, WeightUpdateFailed
 
+from ._checks import check_text, check_whole
 from ._concurrency import AdaptiveConcurrency as AdaptiveConcurrency
 from ._pool_calls import Failures, ask_all, not_done
 from ._pool_capabilities import check_covers, meet
 from ._pool_checks import Checks
-from ._pool_options import Times, check_name, check_whole
 from ._pool_roster import Roster, said
 from ._pool_server import Server
 from ._pool_server import ServerState as ServerState
+from ._pool_times import Times
 from ._pool_turns import Turns, closed
 
 __all__ = ["AdaptiveConcurrency", "ControllerPool", "PoolUpdateFailed", "ServerState"]
@@ -71,7 +72,7 @@ class PoolUpdateFailed(WeightUpdateFailed):
 class ControllerPool:
     """Several controllers as one. Give it to an `Engine`, or enter it with `async with`.
 
-        pool = ControllerPool({"a": VLLMController(url_a), "b": VLLMController(url_b)})
+        pool = ControllerPool({"a": VllmController(url_a), "b": VllmController(url_b)})
         async with Engine(pool, task) as engine:
             ...
 
@@ -119,7 +120,7 @@ class ControllerPool:
         if not servers:
             raise ValueError(f"servers must not be empty, got {servers!r}")
         for name in servers:
-            check_name(name)
+            check_text("a server's name", name)
         if concurrency is not None and not isinstance(concurrency, AdaptiveConcurrency):
             check_whole("concurrency", concurrency, 1)
         check_whole("sticky", sticky, 0)
@@ -265,7 +266,7 @@ class ControllerPool:
 
         Cancellation: it is closed again, and has served nothing.
         """
-        check_name(name)
+        check_text("a server's name", name)
         tasks, servers = self._check_open(), self._roster.servers
         if name in servers:
             raise ValueError(f"the pool has a server {name!r} already")
