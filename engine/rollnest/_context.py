@@ -606,7 +606,9 @@ class Context:
                 break
             self._since = gate.clock()
             if error is None or gate.closed or gate.epoch != epoch:
-                continue  # whatever it says, it was asked to stop
+                # Whatever it says, it was asked to stop. Its prompt copies the context: not to be held at the gate.
+                del attempt
+                continue
             if retries is None:
                 retries = Retries(outage, f"{services.task}/{self._core.prompt.uid}")
             await retries.again(error, attempt, gained=got > before)

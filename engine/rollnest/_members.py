@@ -69,6 +69,36 @@ class Members:
         begun: In a group loop, indexes of the members that it ran; `None` where the engine runs them all at once.
     """
 
+    __slots__ = (
+        "_began",
+        "_being_judged",
+        "_completed",
+        "_cut_short",
+        "_evicted",
+        "_failed",
+        "_failures",
+        "_indexes",
+        "_judging",
+        "_left",
+        "_missing",
+        "_noted",
+        "_places",
+        "_prompt_ids",
+        "_services",
+        "_spec",
+        "_streak",
+        "_table",
+        "_tasks",
+        "begun",
+        "journals",
+        "rollouts",
+        "row",
+        "samples",
+        "scope",
+        "started",
+        "unjudged",
+    )
+
     def __init__(
         self,
         row: Row,
@@ -106,7 +136,7 @@ class Members:
         self._began = 0.0
         self._places: dict[int, int] = {}  # how often a fresh member took another's place
         self._failures: dict[tuple[int, FailureKind], int] = {}  # how many were retried
-        self._noted: set[FailureKind] = set()
+        self._noted: frozenset[FailureKind] = frozenset()
         self._left = dict(row.journals)  # what members that go on left behind when they were cut
         for index, journal in self._left.items():
             self._places[index] = journal.place
@@ -548,7 +578,7 @@ class Members:
         if kind == "data" or (kind == "judge" and by_group):
             if kind in self._noted:
                 return
-            self._noted.add(kind)
+            self._noted |= {kind}
         self._streak.failed(sample.uid, failure)
 
     def _take(self, sample: Sample) -> None:
