@@ -578,7 +578,7 @@ class Members:
         if kind == "data" or (kind == "judge" and by_group):
             if kind in self._noted:
                 return
-            self._noted |= {kind}
+            self._noted = frozenset[FailureKind]({*self._noted, kind})
         self._streak.failed(sample.uid, failure)
 
     def _take(self, sample: Sample) -> None:
