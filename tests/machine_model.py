@@ -1361,7 +1361,8 @@ class Server(ScriptedController):
             "unknown finish": {"finish": "banana"},
             "echo": {"echo": [1, 2, 3]},
             "vocabulary": {"ids": [*ids[:-1], VOCABULARY], "overrun": True},
-            "newer": {"versions": [self._version + 1] * len(ids)},
+            # A version that no update reaches while a turn is frozen: there it would be no lie that one could tell.
+            "newer": {"versions": [self._version + 10_000] * len(ids)},
             # Of a request that was sent under older weights, and frozen over their update, nobody could tell.
             "older": {"versions": [older] * len(ids)} if 0 <= older < attempt.version else {},
             "overrun": {"ids": [*ids, 5, 6, 7], "overrun": True},
