@@ -71,13 +71,15 @@ def _demo(parsed: argparse.Namespace) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")
     from rich.console import Console
 
+    from rollnest.errors import CheckpointError
+
     from .demo.pretrained import ModelError
     from .demo.run import Options, run
 
     options = {name: value for name, value in vars(parsed).items() if name != "command"}
     try:
         run(Options(**options), Console())
-    except (OSError, ModelError) as error:
+    except (OSError, ModelError, CheckpointError) as error:
         return _fail(str(error))
     return 0
 
@@ -185,6 +187,12 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
         help="control: permute each batch's rewards before training",
     )
     add("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="keep policy, optimizer and engine here after each step; a run that was killed goes on from there",
+    )
     add(
         "--model",
         metavar="DIR",

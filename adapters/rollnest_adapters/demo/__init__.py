@@ -5,6 +5,7 @@ policy       a small Llama, its tokenizer, and a short supervised start; or a mo
 evaluation   greedy accuracy, outside the engine
 train        GRPO: a plain training loop that sees data only through `Batch`
 record       what a run measured
+saved        the run's own checkpoint: policy, optimizer and engine of one moment
 progress     the live display and the closing tables
 report       the HTML report
 run          how the parts fit together

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import anyio
+import anyio.to_thread
 import torch
 from attrs import asdict, frozen
 from rich.console import Console
@@ -37,7 +38,8 @@ from .pretrained import EQUALS, EXAMPLES, load_pretrained
 from .progress import Display
 from .record import Record, StepRecord
 from .report import write_report
-from .task import ChainSumJudger, chain_sums
+from .saved import Saved, read, write
+from .task import ChainSumJudger, Problems, chain_sums
 from .train import Grpo, Step, train
 
 __all__ = ["Options", "run"]
@@ -59,6 +61,8 @@ class Options:
         shuffle_rewards: Whether rewards are permuted before training.
         json: Where the figures go as JSON; `None` is nowhere.
         model: A directory with a causal language model, or `"smollm2"`; `None` is the demo's own policy.
+        checkpoint: Where policy, optimizer and engine are kept after each step, and where a run goes on from that was
+            killed; `None` keeps nothing.
     """
 
     steps: int | None = None
@@ -69,6 +73,7 @@ class Options:
     shuffle_rewards: bool = False
     json: Path | None = None
     model: str | None = None
+    checkpoint: Path | None = None
 
 
 @frozen(kw_only=True, eq=False)
@@ -95,6 +100,7 @@ def run(options: Options, console: Console) -> Record:
     Raises:
         OSError: A file can't be written; found out before anything runs.
         ModelError: The model can't be used.
+        CheckpointError: The checkpoint can't be used, or is of a run with other options.
     """
     display = Display(console)
     for path in filter(None, (options.out, options.json)):
@@ -110,23 +116,40 @@ def run(options: Options, console: Console) -> Record:
 def _run(options: Options, display: Display) -> Record:
     clock = _Clock()
     cast("Any", torch).manual_seed(options.seed)
+    saved = None if options.checkpoint is None else read(options.checkpoint)
     with clock.part("start"):
-        setup = _small(options, display) if options.model is None else _large(options, display)
+        make = _small if options.model is None else _large
+        setup = make(options, display, is_fresh=saved is None)
     accuracy = partial(
         greedy_accuracy, setup.model, setup.tokenizer, setup.held_out, setup.judger,
         max_tokens=setup.max_tokens,
     )  # fmt: skip
-    with clock.part("evaluation"):
-        before = accuracy()
-    display.say(f"held-out accuracy before: {before:.1%} of {len(setup.held_out)}")
+    asked = {
+        "seed": options.seed,
+        "steps": setup.steps,
+        "lr": setup.rate,
+        "shuffle_rewards": options.shuffle_rewards,
+        "model": options.model,
+    }
+    if saved is None:
+        with clock.part("evaluation"):
+            before = accuracy()
+        display.say(f"held-out accuracy before: {before:.1%} of {len(setup.held_out)}")
+    else:
+        assert options.checkpoint is not None
+        saved.check(asked, options.checkpoint)
+        clock.add(saved.seconds)
+        before = saved.accuracy_before
+        display.say(f"goes on after step {len(saved.steps)}: {options.checkpoint}")
+    keeper = _Keeper(options.checkpoint, asked, before, clock, saved)
     with clock.part("training"):
-        learn = partial(_learn, setup, options, display)
+        learn = partial(_learn, setup, options, display, keeper)
         steps, statistics, committed, late = anyio.run(learn, backend=options.backend)
     with clock.part("evaluation"):
         after = accuracy()
-    asked = asdict(options, value_serializer=_plain)
+    given = asdict(options, value_serializer=_plain)
     return Record(
-        options={**asked, "steps": setup.steps, "lr": setup.rate},
+        options={**given, "steps": setup.steps, "lr": setup.rate},
         accuracy_before=before,
         accuracy_after=after,
         steps=steps,
@@ -137,11 +160,75 @@ def _run(options: Options, display: Display) -> Record:
     )
 
 
+class _Keeper:
+    """Keeps a run after each of its steps.
+
+    Attributes:
+        saved: What an earlier run has kept, to go on from.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        asked: Mapping[str, Any],
+        accuracy_before: float,
+        clock: _Clock,
+        saved: Saved | None,
+    ) -> None:
+        self.saved = saved
+        self._directory = directory
+        self._asked = asked
+        self._accuracy_before = accuracy_before
+        self._clock = clock
+
+    @property
+    def steps(self) -> list[StepRecord]:
+        """The steps of earlier runs."""
+        return [] if self.saved is None else list(self.saved.steps)
+
+    def committed(self, controller: TransformersController) -> int:
+        """Tokens that controllers have committed, those of earlier runs too."""
+        return controller.tokens_committed + (0 if self.saved is None else self.saved.committed)
+
+    def late(self, controller: TransformersController) -> int:
+        """Tokens that came too late, those of earlier runs too."""
+        return controller.tokens_late + (0 if self.saved is None else self.saved.late)
+
+    def saving(
+        self,
+        engine: Engine,
+        trainer: Grpo,
+        controller: TransformersController,
+        steps: Sequence[StepRecord],
+    ) -> Callable[[], Awaitable[None]] | None:
+        """Returns what keeps a run as it is now; `None` if that isn't asked for."""
+        directory = self._directory
+        if directory is None:
+            return None
+
+        async def save() -> None:
+            # One step of the event loop: what trainer, engine and controller say is of one moment.
+            saved = Saved(
+                asked=self._asked,
+                trainer=trainer.state_dict(),
+                engine=engine.state_dict(),
+                version=engine.version,
+                steps=list(steps),
+                accuracy_before=self._accuracy_before,
+                seconds=self._clock.so_far("training"),
+                committed=self.committed(controller),
+                late=self.late(controller),
+            )
+            await anyio.to_thread.run_sync(write, directory, saved)
+
+        return save
+
+
 async def _learn(
-    setup: _Setup, options: Options, display: Display
+    setup: _Setup, options: Options, display: Display, keeper: _Keeper
 ) -> tuple[list[StepRecord], EngineStatistics, int, int]:
     """Builds controller, task, trainer and engine, and trains."""
-    controller = TransformersController(setup.model, max_requests=setup.turns, seed=options.seed)
+    saved, steps = keeper.saved, keeper.steps
     task = TaskSpec(
         "chain_sum",
         setup.train,
@@ -157,6 +244,15 @@ async def _learn(
         shuffle=random.Random(options.seed) if options.shuffle_rewards else None,
         micro_batch=setup.micro_batch,
     )
+    if saved is not None:
+        trainer.load_state_dict(saved.trainer)
+        cast("Any", setup.model).load_state_dict(trainer.model.state_dict())
+    controller = TransformersController(
+        setup.model,
+        max_requests=setup.turns,
+        seed=options.seed + len(steps),  # what comes now is not drawn as the beginning was
+        version=0 if saved is None else saved.version,
+    )
     engine = Engine(
         controller,
         task,
@@ -165,38 +261,37 @@ async def _learn(
         capacity=Capacity(turns=setup.turns),
         seed=options.seed,
     )
-    steps: list[StepRecord] = []
+    if saved is not None:
+        engine.load_state_dict(saved.engine)
     with display.bar("GRPO", setup.steps) as bar:
+        for step in steps:
+            display.step(bar, step)
 
         def keep(batch: Batch, pause: Pause, step: Step) -> None:
             steps.append(StepRecord.of(batch, pause, step))
             display.step(bar, steps[-1])
 
         async with engine:
-            await train(engine, trainer, steps=setup.steps, on_step=keep)
-    return steps, engine.statistics(), controller.tokens_committed, controller.tokens_late
+            await train(
+                engine,
+                trainer,
+                steps=setup.steps,
+                on_step=keep,
+                done=len(steps),
+                save=keeper.saving(engine, trainer, controller, steps),
+            )
+    return steps, engine.statistics(), keeper.committed(controller), keeper.late(controller)
 
 
-def _small(options: Options, display: Display) -> _Setup:
-    """The demo's own policy, right now and then after a short supervised start."""
+def _small(options: Options, display: Display, *, is_fresh: bool) -> _Setup:
+    """The demo's own policy, after a short supervised start unless its weights come from a checkpoint."""
     problems = chain_sums(seed=options.seed)
     asked = {problem.question for problem in problems.held_out}
     if not asked.isdisjoint(p.question for p in (*problems.train, *problems.probe)):
         raise RuntimeError("a held-out problem is among the training problems")
     model, tokenizer = new_policy(seed=options.seed), CharTokenizer()
-    with display.bar("warm start", WARM_STEPS) as bar:
-        taken = warm_start(
-            model,
-            tokenizer,
-            problems.train,
-            probe=problems.probe,
-            judger=problems.judger,
-            target=0.35,
-            max_steps=WARM_STEPS,
-            seed=options.seed,
-            on_step=lambda step, share: bar.advance(f"solves {share:.0%} of the probe", 10),
-        )
-    display.say(f"{taken} supervised steps on {len(problems.train)} problems")
+    if is_fresh:
+        _warm_up(options, display, problems, model, tokenizer)
     return _Setup(
         model=model,
         tokenizer=tokenizer,
@@ -212,7 +307,29 @@ def _small(options: Options, display: Display) -> _Setup:
     )
 
 
-def _large(options: Options, display: Display) -> _Setup:
+def _warm_up(
+    options: Options,
+    display: Display,
+    problems: Problems,
+    model: PreTrainedModel,
+    tokenizer: CharTokenizer,
+) -> None:
+    with display.bar("warm start", WARM_STEPS) as bar:
+        taken = warm_start(
+            model,
+            tokenizer,
+            problems.train,
+            probe=problems.probe,
+            judger=problems.judger,
+            target=0.35,
+            max_steps=WARM_STEPS,
+            seed=options.seed,
+            on_step=lambda step, share: bar.advance(f"solves {share:.0%} of the probe", 10),
+        )
+    display.say(f"{taken} supervised steps on {len(problems.train)} problems")
+
+
+def _large(options: Options, display: Display, *, is_fresh: bool) -> _Setup:
     """Somebody's model: a few steps, and no promise that it learns."""
     assert options.model is not None
     problems = chain_sums(seed=options.seed)
@@ -271,10 +388,20 @@ class _Clock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.parts: dict[str, float] = {}
         self._now = now
+        self._began = 0.0
 
     @contextmanager
     def part(self, name: str) -> Generator[None]:
         """Times the block."""
-        began = self._now()
+        began = self._began = self._now()
         yield
         self.parts[name] = self.parts.get(name, 0.0) + self._now() - began
+
+    def add(self, parts: Mapping[str, float]) -> None:
+        """Adds what an earlier run took."""
+        for name, seconds in parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + seconds
+
+    def so_far(self, name: str) -> dict[str, float]:
+        """All parts, with the one that is on now."""
+        return {**self.parts, name: self.parts.get(name, 0.0) + self._now() - self._began}

@@ -8,8 +8,9 @@ clipped ratio between the trainer's probability and the one at sampling time is 
 from __future__ import annotations
 
 import copy
+import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 
 import anyio.to_thread
@@ -46,7 +47,13 @@ class Step:
 
 
 async def train(
-    engine: Engine, trainer: Grpo, *, steps: int, on_step: Callable[[Batch, Pause, Step], None]
+    engine: Engine,
+    trainer: Grpo,
+    *,
+    steps: int,
+    on_step: Callable[[Batch, Pause, Step], None],
+    done: int = 0,
+    save: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Trains the engine's policy: batch in, new weights out, again and again.
 
@@ -56,17 +63,22 @@ async def train(
     Args:
         engine: An engine whose block is open.
         trainer: Makes new weights of batches.
-        steps: How many batches.
+        steps: How many batches, those of an earlier run too.
         on_step: Hears what each step brought.
+        done: How many of them an earlier run has trained.
+        save: Keeps trainer and engine as they are after a step; called when its batch is committed.
 
     Cancellation: an optimizer step that has begun is finished first.
     """
-    for _ in range(steps):
+    for _ in range(done, steps):
         batch = await engine.next_batch()
         async with engine.paused() as pause:
             step = await anyio.to_thread.run_sync(trainer.step, batch)
             await pause.update_weights(trainer.model.state_dict())
         on_step(batch, pause, step)
+        if save is not None:
+            engine.commit(batch)
+            await save()
 
 
 class Grpo:
@@ -99,6 +111,24 @@ class Grpo:
         )
         self._shuffle = shuffle
         self._micro_batch = micro_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that a step depends on, as `torch.save` takes it."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            "shuffle": None if self._shuffle is None else _state_of(self._shuffle),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        if self._shuffle is not None:
+            version, internal, gauss = json.loads(state["shuffle"])
+            self._shuffle.setstate((version, tuple(internal), gauss))
 
     def step(self, batch: Batch) -> Step:
         """Does one optimizer step on a batch."""
@@ -139,6 +169,10 @@ class Grpo:
         clipped = ratio.clamp(1 - _CLIP_LOW, 1 + _CLIP_HIGH)
         loss = -torch.minimum(ratio * advantages, clipped * advantages).sum()
         return loss, (ratio != clipped).sum()
+
+
+def _state_of(generator: random.Random) -> str:
+    return json.dumps(generator.getstate())
 
 
 def shuffled_rewards(
