@@ -764,8 +764,9 @@ class Context:
             return False
         if len(received) >= attempt.max_tokens:
             return False
-        stops = self._core.services.stop_token_ids.union(sampling.stop_token_ids)
-        return len(received) < sampling.min_tokens or received.last_id not in stops
+        if len(received) < sampling.min_tokens:
+            return True
+        return not self._stops(sampling, received.last_id)
 
     def _reason(
         self, attempt: Attempt, sampling: Sampling, start: int
@@ -779,8 +780,11 @@ class Context:
         got = len(self._response) - start
         if not got or got < sampling.min_tokens:
             return None
-        stops = self._core.services.stop_token_ids.union(sampling.stop_token_ids)
-        return "stop" if self._response.last_id in stops else None
+        return "stop" if self._stops(sampling, self._response.last_id) else None
+
+    def _stops(self, sampling: Sampling, token: int | None) -> bool:
+        """Whether a token ends a turn."""
+        return token in self._core.services.stop_token_ids or token in sampling.stop_token_ids
 
     def __repr__(self) -> str:
         return f"<Context {self._index} of {self._core.uid}: {len(self._prompt_ids)} prompt tokens, {self._response!r}>"

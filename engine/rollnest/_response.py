@@ -278,14 +278,19 @@ class Response:
             ValueError: The other one starts with an older version; this one is unchanged.
             TypeError: This response is sealed.
         """
-        oldest = other.oldest_version
-        if oldest is not None:
-            _check_version(oldest, self._last_version)
+        runs = other._runs
+        is_one_run = len(runs) == 2  # what a request mostly brings
+        oldest = runs[1] if is_one_run else other.oldest_version
+        if oldest is not None and oldest != CONTEXT_VERSION and oldest < self._last_version:
+            raise ValueError(f"versions never decrease: {oldest} after {self._last_version}")
         self._check_open()
         self._ids.extend(other._ids)
         self._logprobs.extend(other._logprobs)
         self._origin.extend(other._origin)
         self._policy_tokens += other._policy_tokens
+        if is_one_run:
+            self._extend_run(runs[0], runs[1])
+            return
         for version, start, stop in other.version_runs:  # a copy: it may be extended by itself
             self._extend_run(stop - start, version)
 
