@@ -217,6 +217,27 @@ async def test_a_pause_with_no_server_left_fails() -> None:
     settled(engine, servers.values())
 
 
+async def test_a_pool_whose_servers_all_restarted_gets_the_weights_with_the_next_update() -> None:
+    servers = some("ab")
+    pool = ControllerPool(servers)
+    async with Engine(pool, spec(strategy=AHEAD), batch_size=3) as engine:
+        async with engine.paused() as pause:
+            await pause.update_weights({})
+        for one in servers.values():
+            one.crash()
+        await sleep(5)
+        for one in servers.values():
+            one.restart()
+        await sleep(60)
+        assert set(states(pool).values()) == {"stale"}
+        async with engine.paused() as pause:
+            await pause.update_weights({})
+        with fail_after(100):
+            await engine.next_batch()
+        assert set(states(pool).values()) == {"serving"}
+    settled(engine, servers.values())
+
+
 async def test_a_server_that_can_not_resume_is_out_and_comes_back() -> None:
     servers = some()
     pool = ControllerPool(servers)

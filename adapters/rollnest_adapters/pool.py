@@ -372,7 +372,7 @@ class ControllerPool:
         A server that does not confirm, and does not answer a check either, is out, and not waited for any longer.
 
         Raises:
-            InferenceError: A server that works did not confirm within `control_timeout` seconds, or none serves.
+            InferenceError: A server that works did not confirm within `control_timeout` seconds, or none can be reached.
 
         Cancellation: as the servers' own; `resume` lets all of them go on.
         """
@@ -385,8 +385,8 @@ class ControllerPool:
                 server.readmission.cancel()
         failures = await self._control(servers, lambda server: server.controller.pause(mode))
         await self._blame("pause", failures)
-        if not self._roster.serving():
-            raise self._roster.nobody()
+        if all(server in failures for server in servers):
+            raise self._roster.nobody()  # else an update may help, also where none serves
 
     async def resume(self) -> None:
         """Lets all servers go on. One that can't is out, as long as another can.
