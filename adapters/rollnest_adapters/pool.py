@@ -372,7 +372,7 @@ class ControllerPool:
         A server that does not confirm, and does not answer a check either, is out, and not waited for any longer.
 
         Raises:
-            InferenceError: A server that works did not confirm within `control_timeout` seconds, or none can be reached.
+            InferenceError: A server that works did not confirm within `control_timeout` seconds, or there is none.
 
         Cancellation: as the servers' own; `resume` lets all of them go on.
         """
