@@ -16,16 +16,18 @@ from attrs import define, evolve, field, frozen
 from ._attempt import FinishReason
 from ._journal import Journal, RecordedCall, RecordedTurn, Request
 from ._options import Sampling
-from ._records import Failure, Group, Prompt, Sample, Segment, Status, Turn
+from ._records import Failure, FailureKind, Group, Prompt, Sample, Segment, Status, Turn
 from ._response import Response
 
 __all__ = [
+    "NO_TRIES",
     "REDUNDANT",
     "ContextNote",
     "GroupNote",
     "Place",
     "RolloutNote",
     "RunningTurn",
+    "Tries",
     "Visit",
     "play_later",
     "who_leaves",
@@ -37,6 +39,26 @@ Place: TypeAlias = Literal["flight", "ready", "expired", "held", "cut", "deliver
 
 REDUNDANT = "redundant"
 """Why a member left of which the group had enough without it."""
+
+
+@frozen
+class Tries:
+    """What a group that was cut has used up: it goes on with what is left.
+
+    Attributes:
+        places: How many members had left whose place a member took, by index.
+        failures: How often a failure was made up for by another try, by index and kind; -1 is the whole group's.
+        gone: Indexes of members that left for good.
+    """
+
+    places: Mapping[int, int] = field(factory=dict[int, int])
+    failures: Mapping[tuple[int, FailureKind], int] = field(
+        factory=dict["tuple[int, FailureKind]", int]
+    )
+    gone: frozenset[int] = frozenset()
+
+
+NO_TRIES = Tries()
 
 
 @define(eq=False)
@@ -222,6 +244,7 @@ class Visit:
         discarded: Tokens that are not kept.
         unseen: Requests that had brought nothing.
         restarted: Members that begin anew because a tool did not do the same again.
+        tries: What it has used up, if it was cut.
     """
 
     place: Place
@@ -237,6 +260,7 @@ class Visit:
     discarded: int = 0
     unseen: int = 0
     restarted: int = 0
+    tries: Tries = NO_TRIES
 
     @property
     def newest_version(self) -> int | None:
@@ -269,6 +293,7 @@ class GroupNote:
         counted: Completed members that count as produced already, by index.
         seconds: Time from its start, over all runs.
         expiries: How often it had become too old.
+        tries: What it had used up.
     """
 
     task: str
@@ -286,6 +311,7 @@ class GroupNote:
     counted: Iterable[int]
     seconds: float
     expiries: int
+    tries: Tries
 
     def cut(self) -> Visit:
         """What would be left of it if it were cut."""
@@ -303,13 +329,16 @@ class GroupNote:
             if journal is not None:
                 journals[sample.index] = journal
         left: list[tuple[str, int]] = []
+        tries = self.tries
         if self.whole:
+            tries = NO_TRIES
             samples = {index: _begins_anew(sample) for index, sample in samples.items()}
             journals = {}
         else:
             for index, reason in who_leaves(samples, self.group_size, self.least).items():
                 left.append((reason, samples.pop(index).policy_tokens))
                 journals.pop(index, None)
+                tries = evolve(tries, gone=tries.gone | {index})
         return Visit(
             place="flight",
             group=Group(self.task, self.prompt, self.visit, [samples[i] for i in sorted(samples)]),
@@ -321,6 +350,7 @@ class GroupNote:
             discarded=sum([note.discarded for note in self.live]),
             unseen=sum([note.unseen for note in self.live]),
             restarted=sum([note.restarts for note in self.live]),
+            tries=tries,
         )
 
 

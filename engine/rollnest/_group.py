@@ -12,7 +12,7 @@ from typing import Any, cast
 from anyio import get_cancelled_exc_class
 from attrs import evolve
 
-from ._capture import GroupNote, Visit
+from ._capture import NO_TRIES, GroupNote, Tries, Visit
 from ._context import RolloutServices
 from ._group_loop import run_group_loop
 from ._journal import Journal
@@ -126,12 +126,13 @@ class GroupRunner:
         counters.unseen_turns += visit.unseen
         counters.restarted += visit.restarted
         if row.state is RowState.FLIGHT:
-            self._end(row, visit.group.samples, 0.0, visit.journals, visit.counted)
+            self._end(row, visit.group.samples, 0.0, visit.journals, visit.counted, visit.tries)
 
     def _settle(self, members: Members, seconds: float) -> None:
         samples = members.freeze()
         self.live.discard(members)
-        self._end(members.row, samples, seconds, members.journals, members.row.kept)
+        tries = NO_TRIES if self._by_group_loop else members.tries
+        self._end(members.row, samples, seconds, members.journals, members.row.kept, tries)
 
     def _end(
         self,
@@ -140,6 +141,7 @@ class GroupRunner:
         seconds: float,
         journals: Mapping[int, Journal],
         counted: Collection[int],
+        tries: Tries,
     ) -> None:
         for sample in samples:
             if sample.status is Status.COMPLETED and sample.index not in counted:
@@ -154,7 +156,7 @@ class GroupRunner:
             self._on_break("production failed", error)
             raise
         finally:
-            outcome = self._table.settle(row, samples, seconds, journals)
+            outcome = self._table.settle(row, samples, seconds, journals, tries)
             self._services.gate.ended()
             self._services.instruments.tell("group_ended", row.members, outcome)
             self._on_settled(row)

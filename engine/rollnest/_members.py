@@ -16,7 +16,7 @@ from anyio import CancelScope, create_task_group, get_cancelled_exc_class
 from anyio.abc import TaskGroup
 from attrs import evolve
 
-from ._capture import GroupNote, RolloutNote, play_later, who_leaves
+from ._capture import NO_TRIES, GroupNote, RolloutNote, Tries, play_later, who_leaves
 from ._context import RolloutServices
 from ._gate import Limit, OverLimit
 from ._journal import Journal
@@ -122,8 +122,10 @@ class Members:
         self._services = services
         self._judging = None if judging is None else judging.of(row.prompt)
         self._streak = streak
-        members = range(spec.group_size + spec.redundancy)
-        there = [*row.kept, *row.unjudged]
+        members: Sequence[int] = range(spec.group_size + spec.redundancy)
+        there, tries = [*row.kept, *row.unjudged], row.tries
+        if tries.gone:
+            members = [i for i in members if i not in tries.gone]
         self._missing = [i for i in members if i not in there] if there else members
         self._indexes = dict.fromkeys([*there, *self._missing])  # all members: a set, in order
         self._completed = len(row.kept)
@@ -134,8 +136,8 @@ class Members:
         self._cut_short = False  # whether we cancelled members, because enough had completed
         self._prompt_ids = _NO_IDS
         self._began = 0.0
-        self._places: dict[int, int] = {}  # how often a fresh member took another's place
-        self._failures: dict[tuple[int, FailureKind], int] = {}  # how many were retried
+        self._places = dict(tries.places)  # how often a fresh member took another's place
+        self._failures = dict(tries.failures)  # how many were retried
         self._noted: frozenset[FailureKind] = frozenset()
         self._left = dict(row.journals)  # what members that go on left behind when they were cut
         for index, journal in self._left.items():
@@ -497,7 +499,17 @@ class Members:
             counted=row.kept,  # never changed: another one takes its place
             seconds=row.seconds + now - self.started,
             expiries=row.expiries,
+            tries=self.tries,
         )
+
+    @property
+    def tries(self) -> Tries:
+        """What it has used up."""
+        total = self._spec.group_size + self._spec.redundancy
+        if len(self._indexes) == total and not self._failures and not self._places:
+            return NO_TRIES
+        gone = frozenset(range(total)).difference(self._indexes)
+        return Tries(dict(self._places), dict(self._failures), gone)
 
     def _note(self, index: int, now: float) -> RolloutNote:
         rollout, journal = self.rollouts.get(index), self._left.get(index)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from attrs import field, frozen
 from cattrs import transform_error
 
-from ._capture import Visit
+from ._capture import Tries, Visit
 from ._codecs import decode
 from ._columns import ColumnData, ColumnError, read_columns
 from ._journal import (
@@ -269,6 +269,11 @@ class _Decoder:
             discarded=wire.discarded,
             unseen=wire.unseen,
             restarted=wire.restarted,
+            tries=Tries(
+                dict(wire.places),
+                {(index, cast("Any", kind)): n for index, kind, n in wire.failures},
+                frozenset(wire.gone),
+            ),
         )
 
     def _sample(self, wire: WireSample, group: WireGroup, prompt: Prompt) -> Sample:

@@ -287,6 +287,9 @@ class _Encoder:
             discarded=visit.discarded,
             unseen=visit.unseen,
             restarted=visit.restarted,
+            places=list(visit.tries.places.items()),
+            failures=[(i, kind, n) for (i, kind), n in visit.tries.failures.items()],
+            gone=sorted(visit.tries.gone),
         )
 
     def _sample(self, sample: Sample) -> WireSample:

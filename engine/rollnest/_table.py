@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from attrs import evolve, frozen
 
 from ._buffer import ReplayBuffer
-from ._capture import Place, Visit
+from ._capture import NO_TRIES, Place, Tries, Visit
 from ._figures import GroupFigures
 from ._journal import Journal
 from ._records import FailureKind, Group, Prompt, Sample, Status
@@ -83,6 +83,7 @@ class Row:
         in_tail: Whether it is of a tail batch, until it has ended.
         restart: Why nothing of it is kept when it is drawn again; `None` if that is not so.
         seconds: Time from its start to its end, over all runs.
+        tries: What it has used up, if it was cut.
     """
 
     __slots__ = (
@@ -96,6 +97,7 @@ class Row:
         "restart",
         "seconds",
         "state",
+        "tries",
         "unjudged",
         "visit",
     )
@@ -112,6 +114,7 @@ class Row:
         self.in_tail = False
         self.restart: str | None = None
         self.seconds = 0.0
+        self.tries = NO_TRIES
         self.figures: GroupFigures
 
     @property
@@ -136,6 +139,7 @@ class _Waiting(NamedTuple):
     seconds: float
     in_tail: bool
     restart: str | None
+    tries: Tries
 
 
 @frozen(eq=False)
@@ -157,7 +161,7 @@ class TableNote:
         for _, group, expiries, seconds in zip(*self.ready, strict=True):
             assert group is not None
             yield Visit(place="ready", group=group, expiries=expiries, seconds=seconds)
-        for place, _, group, journals, expiries, seconds, in_tail, restart in self.waiting:
+        for place, _, group, journals, expiries, seconds, in_tail, restart, tries in self.waiting:
             assert group is not None
             yield Visit(
                 place=place,
@@ -167,6 +171,7 @@ class TableNote:
                 seconds=seconds,
                 in_tail=in_tail,
                 restart=restart,
+                tries=tries,
             )
 
 
@@ -314,7 +319,8 @@ class GroupTable:
                     self.expired_tokens += sample.policy_tokens
         row.journals = journals
         row.group = None
-        row.restart = None
+        if row.restart is not None:
+            row.restart, row.tries = None, NO_TRIES
         row.state = RowState.FLIGHT
         self.flight[row.visit] = row
         self.redrawn += 1
@@ -326,6 +332,7 @@ class GroupTable:
         samples: Sequence[Sample],
         seconds: float,
         journals: Mapping[int, Journal] | None = None,
+        tries: Tries = NO_TRIES,
     ) -> str:
         """Ends a row's run, by what became of its members.
 
@@ -336,13 +343,14 @@ class GroupTable:
             samples: Its members, by index.
             seconds: How long the run took.
             journals: What those of them that were cut have left behind, by index.
+            tries: What it has used up; kept if it was cut.
 
         Returns:
             `"ready"`, `"waiting"`, or the reason it was dropped.
         """
         del self.flight[row.visit]
         self._leave_tail(row)
-        row.kept, row.unjudged, row.journals = {}, {}, {}
+        row.kept, row.unjudged, row.journals, row.tries = {}, {}, {}, NO_TRIES
         row.seconds += seconds
         row.group = group = Group(self.task, row.prompt, row.visit, samples)
         match group.status:
@@ -363,6 +371,7 @@ class GroupTable:
             case _:
                 row.state = RowState.WAITING
                 row.journals = journals or {}
+                row.tries = tries
                 self._buffer.wait_cut(row)
                 return "waiting"
 
@@ -447,7 +456,9 @@ class GroupTable:
         )
         places: tuple[Place, ...] = ("held", "expired", "cut")
         waiting = [
-            _Waiting(place, r, r.group, r.journals, r.expiries, r.seconds, r.in_tail, r.restart)
+            _Waiting(
+                place, r, r.group, r.journals, r.expiries, r.seconds, r.in_tail, r.restart, r.tries
+            )
             for place, rows in zip(places, self._buffer.waiting_rows(), strict=True)
             for r in rows
         ]
@@ -470,6 +481,7 @@ class GroupTable:
         row.group = visit.group
         row.journals = visit.journals
         row.expiries, row.seconds, row.restart = visit.expiries, visit.seconds, visit.restart
+        row.tries = visit.tries
         newest = visit.newest_version
         is_newer = newest is not None and newest > version
         if visit.place == "delivered":

@@ -147,6 +147,9 @@ class WireGroup:
     discarded: int = 0
     unseen: int = 0
     restarted: int = 0
+    places: list[tuple[int, int]] = field(factory=list[tuple[int, int]])
+    failures: list[tuple[int, str, int]] = field(factory=list[tuple[int, str, int]])
+    gone: list[int] = field(factory=list[int])
 
 
 @frozen(kw_only=True)
