@@ -241,3 +241,35 @@ async def test_production_that_somebody_else_cancels_ends_loudly() -> None:
                 group.start_soon(cancel_a_producer)
                 await engine.next_batch(1)
     assert engine.statistics().tasks["task"].waiting == 1
+
+
+@on_asyncio
+@pytest.mark.parametrize("call", ["generate", "tool", "judge"])
+async def test_asyncios_own_timeout_in_a_loop_ends_the_call_that_it_is_around(call: str) -> None:
+    """It cancels the task without a scope, and takes that back: neither the server nor the tool did it."""
+
+    async def slow(*_: object) -> float:
+        await sleep(1000)
+        return 0.0
+
+    async def loop(rollout: Rollout) -> None:
+        await rollout.generate()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                match call:
+                    case "generate":
+                        await rollout.generate()
+                    case "tool":
+                        await rollout.tool(slow)
+                    case _:
+                        await rollout.judge()
+        rollout.score(1.0)
+
+    controller = ScriptedController(
+        lambda attempt: Reply([5], delay=(len(attempt.prompt_ids) - 2) * 1e3)
+    )
+    task = spec(loop=loop, judger=slow, group_size=1, max_response_tokens=8)
+    async with Engine(controller, task) as engine:
+        (group,) = (await engine.next_batch(1)).groups
+    assert group.rewards == (1.0,)
+    assert engine.statistics().tasks["task"].failures == {}

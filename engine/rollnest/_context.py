@@ -663,7 +663,7 @@ class Context:
                     raise
                 raise failure from error
         except BaseException as error:
-            if is_stray(error):
+            if is_stray(error, in_loop=True):
                 usable = False
                 raise InferenceError("the controller cancelled the request itself") from error
             raise

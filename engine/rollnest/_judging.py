@@ -109,7 +109,7 @@ class Judging:
             except OverLimit as error:
                 raise JudgeError(f"the judger took over {self._limit} s") from error
             except BaseException as error:
-                if is_stray(error):
+                if is_stray(error, in_loop=True):
                     raise JudgeError("the judger cancelled itself") from error
                 raise
             finally:

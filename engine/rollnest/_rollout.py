@@ -381,7 +381,7 @@ class Rollout:
         except Exception as error:
             raise ToolError(f"tool {name} raised {describe(error)}") from error
         except BaseException as error:
-            if is_stray(error):
+            if is_stray(error, in_loop=True):
                 raise ToolError(f"tool {name} cancelled itself") from error
             raise
         finally:

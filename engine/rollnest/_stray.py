@@ -6,6 +6,7 @@ up to the producer, and nobody would hear of it.
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 from anyio import current_effective_deadline, get_cancelled_exc_class
@@ -20,12 +21,28 @@ def is_cancelled() -> bool:
     return current_effective_deadline() == -math.inf
 
 
-def is_stray(error: BaseException) -> bool:
-    """Whether what came out of a user's code is a cancellation, though no scope of ours is cancelled.
+def is_stray(error: BaseException, *, in_loop: bool = False) -> bool:
+    """Whether what came out of a user's code is a cancellation, though nobody asked for it.
 
     Ask at once where it arrives. An exit (`KeyboardInterrupt`, `SystemExit`) that came along makes it none.
+
+    Args:
+        error: What came out.
+        in_loop: Whether the user's loop stands around the call. It may have cancelled it in asyncio's own way, by
+            `asyncio.timeout` for one, and takes that back itself. Around the loop there is nobody who would.
     """
     if isinstance(error, Exception) or is_cancelled():
         return False
+    if in_loop and _is_natively_cancelled():
+        return False
     mine = (Exception, get_cancelled_exc_class())
     return all(isinstance(leaf, mine) for leaf in leaves(error))
+
+
+def _is_natively_cancelled() -> bool:
+    """Whether asyncio cancels the task."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # another event loop
+        return False
+    return task is not None and task.cancelling() > 0
