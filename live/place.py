@@ -7,7 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["MODELS", "PLACE", "PYTHON", "LiveError", "install", "make_models"]
+__all__ = [
+    "MODELS",
+    "PLACE",
+    "PYTHON",
+    "ROOT",
+    "VENV",
+    "LiveError",
+    "install",
+    "make_models",
+    "say",
+]
 
 ROOT = Path(__file__).parents[1]
 PLACE = Path(os.environ.get("ROLLNEST_LIVE_DIR", ROOT / ".live")).resolve()

@@ -6,9 +6,12 @@ Whatever a test does to the weights, the next one begins with the first model's:
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -35,7 +38,7 @@ from rollnest.testing import RecordingInstrument, assert_conserved, check_sample
 from rollnest.testing.servers import VllmServer
 from rollnest_adapters.vllm import VllmController
 
-from .place import MODELS, VENV
+from .place import MODELS, ROOT, VENV
 from .scoring import MEAN_TOLERANCE, Scorer
 from .server import MAX_CONTEXT, Vllm, free_port
 
@@ -469,3 +472,21 @@ def annotated(path: str, name: str) -> set[str]:
         for node in found.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
+
+
+# The example
+
+
+async def test_the_example_trains(vllm: Vllm, anyio_backend: str, tmp_path: Path) -> None:
+    async with opened(vllm):
+        pass
+    command = [
+        *(sys.executable, str(ROOT / "docs" / "examples" / "grpo_vllm.py"), "--url", vllm.url),
+        *("--model", str(MODELS[0]), "--out", str(tmp_path), "--backend", anyio_backend),
+        *("--steps", "2", "--groups", "2", "--group-size", "4", "--max-tokens", "16"),
+    ]
+    done = await anyio.run_process(command, check=False, stderr=None)
+    said = done.stdout.decode()
+    print(said)
+    assert done.returncode == 0
+    assert len(re.findall(r"^step \d: reward .*update \d", said, re.MULTILINE)) == 2

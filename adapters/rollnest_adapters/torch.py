@@ -153,7 +153,8 @@ def pack(
 
     Raises:
         ValueError: A sample is not completed, has no reward for the estimator, or a row longer than `max_length`; a
-            group is there twice, or its advantages are missing, too few or not finite; or no row is left.
+            group is there twice, or its advantages are missing, too few or not finite; logprobs of some are raw and
+            of others processed; or no row is left.
     """
     columns = _columns(groups, advantages, max_length)
     return Packed(
@@ -305,8 +306,14 @@ def _rows(sample: Sample, max_length: int | None) -> Iterator[Row]:
 def _by_group(
     groups: Sequence[Group], advantages: Advantages
 ) -> Mapping[GroupKey, Sequence[float]]:
+    mode = next((sample.logprobs_mode for group in groups for sample in group.samples), None)
     for group in groups:
         for sample in group.samples:
+            if sample.logprobs_mode != mode:
+                raise ValueError(
+                    f"{_name(sample)} has {sample.logprobs_mode} logprobs and others have {mode} ones: a ratio to "
+                    "one means nothing for the other"
+                )
             if sample.status is not Status.COMPLETED:
                 raise ValueError(
                     f"{_name(sample)} is {sample.status.name}; only COMPLETED is trained"
