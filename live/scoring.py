@@ -14,6 +14,8 @@ __all__ = ["MEAN_TOLERANCE", "Scorer"]
 MEAN_TOLERANCE = 0.12
 """Mean distance of logprobs between two ways of computing the same bfloat16 weights; see `docs/topics/servers.md`."""
 
+_TOGETHER = 16
+
 
 class Scorer:
     """One version of the weights."""
@@ -24,9 +26,21 @@ class Scorer:
 
     def logprobs(self, ids: Sequence[int], *, temperature: float = 1.0) -> list[float]:
         """Returns the logprob of each id but the first, given all before it."""
-        with torch.inference_mode():
-            logits: Any = self._model(torch.tensor([list(ids)])).logits[0, :-1]
-            spread = torch.log_softmax(logits / temperature, dim=-1)
-            picked: Any = spread.gather(1, torch.tensor(list(ids[1:]))[:, None])[:, 0]
-        scored: list[float] = picked.tolist()
-        return scored
+        return self.many([ids], temperature=temperature)[0]
+
+    def many(self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """The same of many rows; those of one length go through the model together."""
+        scored: dict[int, list[float]] = {}
+        by_length: dict[int, list[int]] = {}
+        for at, row in enumerate(rows):
+            by_length.setdefault(len(row), []).append(at)
+        for alike in by_length.values():
+            for start in range(0, len(alike), _TOGETHER):
+                some = alike[start : start + _TOGETHER]
+                ids = torch.tensor([list(rows[at]) for at in some])
+                with torch.inference_mode():
+                    logits: Any = self._model(ids).logits[:, :-1]
+                    spread = torch.log_softmax(logits / temperature, dim=-1)
+                    picked: Any = spread.gather(2, ids[:, 1:, None])[:, :, 0]
+                scored.update(zip(some, picked.tolist(), strict=True))
+        return [scored[at] for at in range(len(rows))]

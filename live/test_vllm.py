@@ -90,14 +90,13 @@ def distance(scored: Sequence[float], given: Sequence[float]) -> float:
 
 def distances(attempts: Sequence[Attempt], scorer: Scorer, *, temperature: float = 1.0) -> float:
     """How far a model's logprobs are from those that came, over all tokens."""
-    scored: list[float] = []
-    given: list[float] = []
-    for attempt in attempts:
-        start = len(attempt.prompt_ids)
-        ids = [*attempt.prompt_ids, *attempt.received.ids]
-        scored += scorer.logprobs(ids, temperature=temperature)[start - 1 :]
-        given += attempt.received.logprobs
-    return distance(scored, given)
+    tables = scorer.many(
+        [[*attempt.prompt_ids, *attempt.received.ids] for attempt in attempts],
+        temperature=temperature,
+    )
+    pairs = zip(attempts, tables, strict=True)
+    scored = [p for attempt, table in pairs for p in table[len(attempt.prompt_ids) - 1 :]]
+    return distance(scored, [p for attempt in attempts for p in attempt.received.logprobs])
 
 
 # Requests
@@ -212,36 +211,44 @@ async def test_frozen_turns_go_on_under_new_weights(
             (old, _, stop), (new, again, end) = attempt.received.version_runs
             assert (old, new, end) == (version, version + 1, 96)
             assert 1 <= stop == again < 96
-    right = by_version(attempts, {version: scorers[0], version + 1: scorers[1]})
-    wrong = by_version(attempts, {version: scorers[1], version + 1: scorers[0]})
+    right, wrong = by_version(
+        attempts,
+        {version: scorers[0], version + 1: scorers[1]},
+        {version: scorers[1], version + 1: scorers[0]},
+    )
+    print(f"mean |difference| {right:.4f}; with versions shifted by one {wrong:.3f}")
     assert right < MEAN_TOLERANCE
     assert wrong > 10 * MEAN_TOLERANCE
 
 
-def by_version(attempts: Sequence[Attempt], scorers: dict[int, Scorer]) -> float:
-    """Mean distance, each token scored by the weights of its version."""
+def by_version(attempts: Sequence[Attempt], *choices: dict[int, Scorer]) -> list[float]:
+    """See `rescored`."""
     rows = [
         (attempt.prompt_ids.tolist(), attempt.received.ids.tolist(),
          list(attempt.received.logprobs), list(attempt.received.versions))
         for attempt in attempts
     ]  # fmt: skip
-    return rescored(rows, scorers)
+    return rescored(rows, *choices)
 
 
 def rescored(
     rows: Sequence[tuple[list[int], list[int], list[float], list[int]]],
-    scorers: dict[int, Scorer],
-) -> float:
-    scored: list[float] = []
-    given: list[float] = []
-    for before, ids, logprobs, versions in rows:
-        tables = {
-            scorer: scorer.logprobs([*before, *ids])[len(before) - 1 :]
-            for scorer in {scorers[version] for version in versions}
-        }
-        scored += [tables[scorers[version]][at] for at, version in enumerate(versions)]
-        given += logprobs
-    return distance(scored, given)
+    *choices: dict[int, Scorer],
+) -> list[float]:
+    """Mean distance of all tokens from what a model gives them; for each choice of a model for each version."""
+    scorers = {scorer for choice in choices for scorer in choice.values()}
+    tables = {
+        scorer: scorer.many([[*before, *ids] for before, ids, _, _ in rows]) for scorer in scorers
+    }
+    found: list[float] = []
+    for choice in choices:
+        scored = [
+            tables[choice[version]][number][len(before) - 1 + at]
+            for number, (before, _, _, versions) in enumerate(rows)
+            for at, version in enumerate(versions)
+        ]
+        found.append(distance(scored, [logprob for row in rows for logprob in row[2]]))
+    return found
 
 
 async def score_one(sample: Sample) -> float:
@@ -302,7 +309,7 @@ async def test_twenty_updates_under_thirty_two_rollouts(
     ]  # fmt: skip
     loaded = {first + cycle: scorers[cycle % 2] for cycle in range(cycles + 1)}
     shifted = {first + cycle: scorers[(cycle + 1) % 2] for cycle in range(cycles + 1)}
-    right, wrong = rescored(rows, loaded), rescored(rows, shifted)
+    right, wrong = rescored(rows, loaded, shifted)
     print(f"mean |difference| {right:.4f}; with versions shifted by one {wrong:.3f}")
     assert right < MEAN_TOLERANCE
     assert wrong > 10 * MEAN_TOLERANCE
