@@ -94,6 +94,16 @@ def test_sessions_are_forgotten_oldest_first() -> None:
     assert len(sessions) == 3
 
 
+def test_sessions_of_a_server_that_left_are_forgotten() -> None:
+    sessions: Sessions[str] = Sessions()
+    for session, server in zip("abcd", ("A", "B", "A", "A"), strict=True):
+        sessions.went(session, server, well=session != "d")
+    sessions.forget("A")
+    assert [sessions.home(session) for session in "abcd"] == [None, "B", None, None]
+    assert sessions.shunned("d") is None
+    assert len(sessions) == 1
+
+
 def test_a_failure_makes_a_home_shunned_and_one_elsewhere_does_not() -> None:
     sessions: Sessions[str] = Sessions()
     sessions.went("s", "a", well=True)

@@ -118,7 +118,7 @@ class Checks:
                     await controller.resume()
                 server.paused = False
                 if not (roster.paused or server.leaving):
-                    _log.warning("server %r serves again", server.name)
+                    _log.info("server %r serves again", server.name)
                     roster.admit(server)
         except Exception as error:
             roster.put_out(server, f"it could not be brought back: {said(error)}")

@@ -100,5 +100,10 @@ class Sessions(Generic[S]):
         server, well = self._last.get(session, (None, True))
         return None if well else server
 
+    def forget(self, server: S) -> None:
+        """A server has left."""
+        for session in [name for name, (last, _) in self._last.items() if last is server]:
+            del self._last[session]
+
     def __len__(self) -> int:
         return len(self._last)

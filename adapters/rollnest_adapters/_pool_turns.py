@@ -73,6 +73,10 @@ class Turns:
             asked.setdefault(flight.server, []).append(id_)
         return asked
 
+    def forget(self, server: Server) -> None:
+        """A server has left: nothing holds on to it any more."""
+        self._sessions.forget(server)
+
     def dispatch(self) -> None:
         """Gives those that wait to servers that have room; if no server is left, they have waited in vain."""
         roster = self._roster

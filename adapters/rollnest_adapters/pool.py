@@ -245,6 +245,7 @@ class ControllerPool:
         finally:
             server.put_out("it has left")
             self._roster.servers.pop(server.name, None)
+            self._turns.forget(server)
             server.gone.set()
             self._turns.dispatch()
 
