@@ -160,7 +160,8 @@ class Life:
                         break
                     self.batches.append(batch)
                     self.engine.commit(batch)
-                self.note()
+                if self.state is None:
+                    self.note()
 
     entered = False
 

@@ -555,3 +555,36 @@ async def test_without_partials_a_turn_that_its_loop_cut_begins_again() -> None:
     assert (statistics.restarted_turns, statistics.replayed_turns) == (1, 0)
     assert statistics.tokens_discarded == 2
     assert_conserved(engine, committed=controller.committed)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 2.2, 2.7, 3.5])
+@pytest.mark.parametrize("first", [3.5, 4.5])
+async def test_a_turn_that_its_loop_had_cut_may_be_cut_again_after_it_went_on(
+    first: float, seconds: float
+) -> None:
+    """What began after it followed from it as it was, so the rest of the record is given up."""
+
+    async def loop(rollout: Rollout) -> None:
+        with anyio.move_on_after(2.5):
+            await rollout.generate(max_tokens=8)
+        rollout.append([700])
+        await rollout.generate(max_tokens=4)
+
+    controller = server(stream=True)
+    task = task_of(loop, prompts=prompts(1), epochs=1, sampling=Sampling(8))
+    got: list[Batch] = []
+    async with Engine(controller, task) as engine, create_task_group() as group:
+
+        async def wait() -> None:
+            got.append(await engine.next_batch(1, wait_in_pause=True))
+
+        group.start_soon(wait)
+        for at in (first, seconds):
+            await sleep(at)
+            async with engine.paused(PauseMode.EVICT):
+                assert_conserved(engine, committed=controller.committed)
+        await sleep(100)
+        assert_conserved(engine, committed=controller.committed)
+    (sample,) = got[0].samples
+    check_sample(sample)
+    assert len(sample.turns) == 2

@@ -755,6 +755,8 @@ class Context:
             self._response = received  # the attempt is over: nothing else changes it
         else:
             self._response.extend(received)
+        if self._record is not None and received:
+            self._record.leave()  # a turn that the loop had cut has gone on
         return stop_at is not None
 
     def _is_partial(self, attempt: Attempt, sampling: Sampling) -> bool:

@@ -320,6 +320,11 @@ class ContextReplay:
             tokens += len(self.turns.pop().turn)
         return tokens
 
+    def leave(self) -> None:
+        """Gives up what began after the last turn that was taken: it had been cut, and has gone on since."""
+        if self.turns:
+            self._replay.cut(self._after)
+
     def is_left_by(self, response: Response) -> bool:
         """Whether a response has gone on without the record: it has tokens of the policy that the record lacks."""
         return any(response.origin[self._at :])
