@@ -228,7 +228,9 @@ def settings_of(**fixed: Any) -> st.SearchStrategy[Setting]:
         "n": st.integers(1, 3),
         "steps": st.lists(st.integers(1, 250), min_size=1, max_size=4),
     }
-    return st.builds(Setting, **{**drawn, **{k: st.just(v) for k, v in fixed.items()}})
+    built = st.builds(Setting, **{**drawn, **{k: st.just(v) for k, v in fixed.items()}})
+    # Who of a group with a spare member fails in time is chance: then two whole runs differ.
+    return built.filter(lambda setting: not (setting.redundancy and setting.failing))
 
 
 @settings(max_examples=120, deadline=None)
