@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ._allocation import Allocate as Allocate
 from ._allocation import AllocationRequest as AllocationRequest
 from ._allocation import by_weight as by_weight
@@ -12,9 +14,6 @@ from ._blocking import BlockingPause as BlockingPause
 from ._codecs import register_codec as register_codec
 from ._context import Context as Context
 from ._engine import Engine as Engine
-from ._inspect import CheckpointInfo as CheckpointInfo
-from ._inspect import CheckpointTask as CheckpointTask
-from ._inspect import inspect_checkpoint as inspect_checkpoint
 from ._judgers import ComposedJudger as ComposedJudger
 from ._judgers import RoutedJudger as RoutedJudger
 from ._live import LiveGroup as LiveGroup
@@ -44,7 +43,6 @@ from ._records import Turn as Turn
 from ._records import Verdict as Verdict
 from ._response import CONTEXT_VERSION as CONTEXT_VERSION
 from ._response import Response as Response
-from ._restore import Restored as Restored
 from ._rollout import Rollout as Rollout
 from ._rollout import tool_key as tool_key
 from ._statistics import EngineStatistics as EngineStatistics
@@ -70,3 +68,30 @@ from ._tree import Wait as Wait
 from ._tree import WaitKind as WaitKind
 from .abc import Capabilities as Capabilities
 from .abc import PauseMode as PauseMode
+
+# What only checkpoints need is imported when it is asked for: with it, `import rollnest` takes a fifth longer.
+if TYPE_CHECKING:
+    from ._inspect import CheckpointInfo as CheckpointInfo
+    from ._inspect import CheckpointTask as CheckpointTask
+    from ._inspect import inspect_checkpoint as inspect_checkpoint
+    from ._restore import Restored as Restored
+
+_LATER = {
+    "CheckpointInfo": "_inspect",
+    "CheckpointTask": "_inspect",
+    "Restored": "_restore",
+    "inspect_checkpoint": "_inspect",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

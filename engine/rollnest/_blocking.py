@@ -22,7 +22,6 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from ._options import Sampling
 from ._pause import Pause
 from ._records import Batch, EvalResult
-from ._restore import Restored
 from ._statistics import EngineStatistics
 from ._task import TaskSpec
 from ._tree import EngineTree
@@ -32,6 +31,7 @@ from .errors import EndOfPrompts, EngineBusy, EngineClosed
 if TYPE_CHECKING:
     from ._engine import Engine
     from ._evaluation import OnUpdate
+    from ._restore import Restored
 
 __all__ = ["BlockingEngine", "BlockingPause"]
 

@@ -21,7 +21,7 @@ from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from anyio import (
@@ -43,7 +43,6 @@ from ._allocation import Allocate, Allocation, by_weight
 from ._attempt import TokenCounters
 from ._bell import Bell
 from ._blocking import BlockingEngine
-from ._checkpoint import read_files, unpack
 from ._checks import check_real, check_whole
 from ._clock import loop_clock
 from ._context import RolloutServices
@@ -67,9 +66,7 @@ from ._process_judger import main_file
 from ._processes import Processes
 from ._producer import Producer
 from ._records import Batch, EvalResult
-from ._restore import Restoration, Restored, find, fit
 from ._sampler import Sampler
-from ._saving import Saver
 from ._scopes import loop_scopes, loop_tasks
 from ._slots import Call, Slots
 from ._source import SourceSampler
@@ -93,6 +90,11 @@ from .errors import (
     describe,
     leaves,
 )
+
+# Checkpoints are imported by who saves or restores one: `import rollnest` is faster without.
+if TYPE_CHECKING:
+    from ._restore import Restoration, Restored
+    from ._saving import Saver
 
 __all__ = ["Engine"]
 
@@ -307,6 +309,9 @@ class Engine:
             raise ValueError(f"missing must be 'error' or 'fresh', got {missing!r}")
         if trained_through is not None:
             check_whole("trained_through", trained_through, 0)
+        from ._checkpoint import read_files
+        from ._restore import find
+
         path = find(directory, trained_through)
         if path is None and (missing == "error" or trained_through):
             trained = f", and trained_through is {trained_through}" if trained_through else ""
@@ -360,6 +365,8 @@ class Engine:
             check_whole("trained_through", trained_through, 0)
         if version is not None:
             check_whole("version", version, 0)
+        from ._checkpoint import unpack
+
         manifest, files = unpack(state)
         self._go_on(files, manifest, self._seed, trained_through, version, None)
 
@@ -372,6 +379,8 @@ class Engine:
         version: int | None,
         path: Path | None,
     ) -> None:
+        from ._restore import fit
+
         restoration = fit(
             files,
             manifest,
@@ -968,6 +977,8 @@ class Engine:
 
     def _assemble(self, *, awaits_weights: bool) -> _Parts:
         """Builds everything once the controller's capabilities are known."""
+        from ._saving import Saver
+
         capabilities = self._controller.capabilities
         if self._restoration is not None:
             self._restoration.check_vocabulary(capabilities.vocab_size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from anyio import create_task_group
 from anyio.abc import TaskGroup
@@ -22,15 +23,17 @@ from ._checks import check_whole
 from ._gate import Gate
 from ._group import GroupRunner
 from ._sampler import Sampler
-from ._saved import Saved
 from ._slots import Call
-from ._snapshot import TaskNote
 from ._source import SourceSampler
 from ._strategies import Production
 from ._table import GroupTable, Row, RowState
 from ._task import TaskSpec
 from ._tree import TaskTree
 from .errors import CheckpointError, describe
+
+if TYPE_CHECKING:
+    from ._saved import Saved
+    from ._snapshot import TaskNote
 
 __all__ = ["Producer"]
 
@@ -296,6 +299,8 @@ class Producer:
         Raises:
             CheckpointError: The source can't say where it is.
         """
+        from ._snapshot import TaskNote
+
         sampler = self._sampler.note()
         if sampler is None:
             return None
