@@ -124,7 +124,10 @@ def _imports(module: str) -> dict[str, str]:
     """Names that a module re-exports as `X as X`, and the modules they come from."""
     found: dict[str, str] = {}
     package = module if _path(module).name == "__init__.py" else module.rpartition(".")[0]
-    for node in _tree(module).body:
+    body = _tree(module).body
+    # What is imported when it is asked for stands in a block for type checkers.
+    later = [n for n in body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    for node in [*body, *[inner for block in later for inner in block.body]]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package.split(".")[: len(package.split(".")) - node.level + 1]
             source = ".".join([*base, *([node.module] if node.module else [])])
