@@ -458,24 +458,43 @@ async def test_many_turns_that_fail_at_once_ask_the_server_once() -> None:
             assert counting.checks <= 2
 
 
-async def test_a_turn_waits_no_longer_than_a_check_may_take() -> None:
-    class Hanging(ScriptedController):
-        hangs = False
+class Hanging(ScriptedController):
+    """Its health checks hang, so many of them."""
 
-        async def health(self) -> Health:
-            if self.hangs:
-                await anyio.sleep_forever()
-            return await super().health()
+    hangs = 0
 
+    async def health(self) -> Health:
+        if self.hangs:
+            self.hangs -= 1
+            await anyio.sleep_forever()
+        return await super().health()
+
+
+async def test_a_turn_waits_no_longer_than_two_checks_may_take() -> None:
     bad = Hanging(lambda _: Reply([], error=InferenceError("reset", retryable=True)))
     async with ControllerPool({"a": bad, "b": server()}, check_timeout=3.0) as pool:
-        bad.hangs = True
+        bad.hangs = 100
         before = current_time()
         with fails(
             "a check failed: no answer within 3 s; the turn failed with: reset", failover=True
         ):
             await pool.generate(attempt())
-        assert current_time() - before == 3.0
+        assert current_time() - before == 6.0
+
+
+async def test_a_server_that_is_busy_for_one_check_keeps_its_turns() -> None:
+    busy = Hanging(rate=10.0, stop_every=10**9, stream=True)
+    async with ControllerPool({"a": busy, "b": server()}) as pool, create_task_group() as tasks:
+        one = attempt(max_tokens=200)
+        tasks.start_soon(pool.generate, one)
+        await sleep(1)
+        busy.hangs = 1
+        await sleep(6.5)  # the check at 2 s is not answered within 5
+        assert state(pool, "a").state == "suspected"
+        await sleep(1)
+        assert state(pool, "a").state == "serving"
+        assert state(pool, "a").turns == 1
+        tasks.cancel_scope.cancel()
 
 
 # Coming back

@@ -59,10 +59,10 @@ class Checks:
             server.tell()
 
     async def verdict(self, server: Server) -> None:
-        """Returns once a check that begins from now on is over, or the server does not serve any more."""
+        """Returns once a check that begins from now on has an answer, or the server does not serve any more."""
         wanted = server.checks_begun + 1
         server.want_check()
-        while server.serving and server.checks_ended < wanted:
+        while server.serving and (server.checks_ended < wanted or server.missed):
             await server.change()
 
     def _pause_before(self, server: Server) -> float:
@@ -78,6 +78,7 @@ class Checks:
                 load = server.load = await server.controller.health()
             server.up = True
             if roster.paused:
+                server.missed = False
                 return  # whoever has given its memory back can't say which weights it has
             async with server.lock:
                 if not roster.paused:
@@ -85,9 +86,15 @@ class Checks:
                     with fail_after(seconds):
                         reported = await server.controller.version()
                     await self._judge(server, load, reported)
+            server.missed = False
         except Exception as error:
-            late_ = isinstance(error, TimeoutError) and not str(error)
-            roster.is_down(server, f"a check failed: {said(late(seconds) if late_ else error)}")
+            silent = isinstance(error, TimeoutError) and not str(error)
+            if silent and server.serving and not server.missed:
+                # It may only be busy, and its turns would move to others, which are busier then: it is asked once more.
+                server.missed = server.suspected = server.wanted = True
+                return
+            server.missed = False
+            roster.is_down(server, f"a check failed: {said(late(seconds) if silent else error)}")
 
     async def _judge(self, server: Server, load: Health, reported: int | None) -> None:
         """Decides what becomes of a server that works; its lock is held."""

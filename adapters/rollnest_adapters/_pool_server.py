@@ -105,6 +105,7 @@ class Server:
         flights: Its turns.
         failures: Rollouts whose turns have failed there since one went well.
         times_out: How often it was out since a turn went well there.
+        missed: Whether it left the last check without an answer.
         wanted: Whether it is to be checked now.
         checks_begun: Checks so far.
         checks_ended: Those that are over.
@@ -141,6 +142,7 @@ class Server:
         self.flights: dict[Flight, None] = {}
         self.failures: set[str] = set()
         self.times_out = 0
+        self.missed = False
         self.wanted = False
         self.checks_begun = 0
         self.checks_ended = 0

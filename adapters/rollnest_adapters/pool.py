@@ -92,7 +92,7 @@ class ControllerPool:
         sticky: How many turns more than the least loaded server's may be in flight at a rollout's own server, before
             the rollout moves.
         check_every: Seconds between two checks of a server that serves.
-        check_timeout: Seconds that a server has to answer a check.
+        check_timeout: Seconds that a server has to answer a check. One that serves and does not is asked once more.
         control_timeout: Seconds that a server has for one control call. Together with `check_timeout` it has to be
             less than the engine's.
         abort_timeout: Seconds that a server has to hear of an abort; the call returns when all have.
