@@ -5,7 +5,7 @@ answers at once, and does nothing else (`benches.http_server`). The bare clients
 answer and decode its JSON; they check nothing and keep nothing. All take turns in one run.
 
 - wall time and CPU time of this process for each rollout, with 64, 512 and 2,048 requests at once
-- what a pause takes beyond the server's own answer, with 2,048 requests at once
+- what a pause takes beyond the server's own answer, while it holds 2,048 requests
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import httpx2
 from attrs import frozen
 
 from benches.harness import BACKENDS, Row, calm, main, now, row
-from benches.http_server import PAUSE
+from benches.http_server import HELD, PAUSE
 from rollnest import Attempt, PauseMode, Sampling
 from rollnest_adapters.vllm import VllmController
 
@@ -139,24 +139,21 @@ async def by_aiohttp(url: str, load: Load, rounds: int) -> list[tuple[float, flo
         return await measured(load, post, rounds)
 
 
-async def pause_beyond(url: str, load: Load, rounds: int) -> list[float]:
-    """Milliseconds of a pause beyond the server's own answer, while so many requests come and go."""
+async def pause_beyond(url: str, at_once: int, rounds: int) -> list[float]:
+    """Milliseconds of a pause beyond the server's own answer, while it holds so many requests."""
     found: list[float] = []
-    async with VllmController(url) as controller, anyio.create_task_group() as tasks:
-
-        async def endless() -> None:
-            while True:
-                await controller.generate(load.attempt())
-
-        for _ in range(load.at_once):
-            tasks.start_soon(endless)
-        await anyio.sleep(2.0)
+    load = Load("held", at_once, at_once, tokens=HELD)
+    async with VllmController(url) as controller:
         for _ in range(rounds):
-            started = now()
-            await controller.pause(PauseMode.KEEP)
-            found.append((now() - started - PAUSE) * 1e3)
-            await controller.resume()
-        tasks.cancel_scope.cancel()
+            async with anyio.create_task_group() as tasks:
+                for _ in range(at_once):
+                    tasks.start_soon(controller.generate, load.attempt())
+                await anyio.sleep(5.0)  # until all have been sent
+                calm()
+                started = now()
+                await controller.pause(PauseMode.KEEP)
+                found.append((now() - started - PAUSE) * 1e3)
+                await controller.resume()
     return found
 
 
@@ -176,11 +173,10 @@ def run(quick: bool) -> list[Row]:
         for backend in BACKENDS:
             for load in loads:
                 rows += compared(url, load, rounds, backend)
-            crowded = loads[2]
-            beyond: list[float] = anyio.run(pause_beyond, url, crowded, rounds, backend=backend)
+            beyond = anyio.run(pause_beyond, url, 2048, rounds, backend=backend)
             rows.append(
                 row(
-                    f"{backend}: pause, beyond the server's answer, {crowded.name}",
+                    f"{backend}: pause, beyond the server's answer, 2,048 in flight",
                     "ms",
                     beyond,
                     at_most=50.0,

@@ -3,7 +3,7 @@
 python -m benches.http_server            prints its port, and serves until its input is closed
 
 It reads no more of a request than its route and `max_tokens`, and sends answers that were made before. A pause is
-answered after `PAUSE` seconds, as by a server that finishes a forward pass.
+answered after `PAUSE` seconds, as by a server that finishes a forward pass. Requests for `HELD` tokens are held.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import sys
 from functools import cache
 from typing import Any
 
-__all__ = ["PAUSE", "VOCABULARY"]
+__all__ = ["HELD", "PAUSE", "VOCABULARY"]
 
 PAUSE = 0.1
+HELD = 99
+"""Requests for so many tokens are answered by the next `/resume`."""
+
 VOCABULARY = 49_152
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
@@ -60,6 +63,9 @@ ROUTES = {
 PROBED = reply({"error": {"message": f"Vocabulary size: {VOCABULARY}"}}, "400 Bad Request")
 
 
+held: list[Any] = []
+
+
 class Connection(asyncio.Protocol):
     """One connection: a request, an answer, and again."""
 
@@ -88,9 +94,16 @@ class Connection(asyncio.Protocol):
         if path == b"/inference/v1/generate":
             tokens = _TOKENS.search(body)
             probe = b"logit_bias" in body[-200:]
+            if tokens is not None and int(tokens[1]) == HELD:
+                held.append(self._transport)
+                return
             sent = PROBED if probe or tokens is None else answer(int(tokens[1]))
         else:
             sent = ROUTES[path]
+        if path == b"/resume":
+            for transport in held:
+                transport.write(answer(HELD))
+            held.clear()
         if path == b"/pause":
             asyncio.get_running_loop().call_later(PAUSE, self._transport.write, sent)
         else:

@@ -349,7 +349,7 @@ async def test_a_loop_of_three_turns_sends_exactly_the_ids_that_it_has(
         batch = await engine.next_batch(1)
     (segment,) = batch.groups[0].samples[0].segments
     whole = [*segment.prompt_ids, *segment.response.ids]
-    assert len(segment.response) == 3 * 12 + 2 * 5
+    assert len(segment.response) == 3 * (12 + 5)
     assert sent == [whole[:7], whole[: 7 + 17], whole[: 7 + 34]]
     # The server saw them, too: its logprobs are those of a forward pass over the whole.
     scored = scorers[0].logprobs(whole)[6:]

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import httpcore2
 import pytest
 import trustme
 
@@ -351,6 +352,32 @@ async def test_many_requests_keep_their_connections() -> None:
                 for _ in range(50):
                     tasks.start_soon(client.post, "/x", EMPTY)
     assert server.connections == server.most_open <= 50
+
+
+async def test_thousands_of_connections_are_opened_bit_by_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opening = most = 0
+    backend: Any = httpcore2.AnyIOBackend
+    connect: Any = backend.connect_tcp
+
+    async def counted(*args: Any) -> Any:
+        nonlocal opening, most
+        opening += 1
+        most = max(most, opening)
+        try:
+            return await connect(*args)
+        finally:
+            opening -= 1
+
+    monkeypatch.setattr(backend, "connect_tcp", counted)
+    server = LoopbackServer(echo)
+    async with server.serve(), HttpClient(server.url) as client:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(300):
+                tasks.start_soon(client.post, "/x", EMPTY)
+    assert most == 64
+    assert len(server.requests) == 300
 
 
 async def test_an_idle_connection_is_closed_before_the_server_does(

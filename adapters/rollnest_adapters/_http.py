@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -38,7 +38,8 @@ __all__ = ["HttpClient", "HttpError", "Silence", "check_api_key", "check_base_ur
 
 _KEEP_IDLE = 4.0  # seconds; uvicorn closes an idle connection after 5, and may do so while a request is under way
 _TEXT = 500  # characters of a server's own words that go into an error
-_PER_POOL = 64  # requests at once
+_PER_POOL = 16  # requests at once; the pool walks over its connections for each
+_OPENING = 64  # connections at once
 _BEGINNING = 4096  # bytes of an error that are read
 
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -468,11 +469,34 @@ class _Answer:
         return aclosing(aiter(body))
 
 
+class _Gradual(httpcore2.AsyncNetworkBackend):
+    """Opens so many connections at once: thousands would overflow the server's queue, and be dropped silently."""
+
+    def __init__(self) -> None:
+        backend: Any = httpcore2.AnyIOBackend
+        self._backend: httpcore2.AsyncNetworkBackend = backend()
+        self._opening = anyio.Semaphore(_OPENING, fast_acquire=True)
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109 - httpcore2's
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        async with self._opening:
+            return await self._backend.connect_tcp(
+                host, port, timeout, local_address, socket_options
+            )
+
+
 class _Pools:
     """Several connection pools in place of a large one, which is walked in whole for every request."""
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
+        self._backend = _Gradual()
         self._pools: list[httpcore2.AsyncConnectionPool] = []
         self._in_flight: list[int] = []
 
@@ -489,6 +513,7 @@ class _Pools:
                     max_keepalive_connections=None,
                     keepalive_expiry=_KEEP_IDLE,
                     socket_options=_socket_options(),
+                    network_backend=self._backend,
                 )
             )
         self._in_flight[at] += 1
