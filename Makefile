@@ -48,7 +48,7 @@ docs: $(VENV)/.installed-dev
 	$(PY) -m pytest tests/test_docs_code_blocks.py $(ARGS)
 
 live: $(VENV)/.installed-dev $(VENV)/.installed-smollm2
-	$(PY) -m live $(ARGS)
+	$(PY) -m tests.live $(ARGS)
 
 # The environment. torch comes first and alone: it is by far the largest part, and everything else fits itself to it.
 

@@ -5,8 +5,8 @@ r"""GRPO with a live vLLM: rollouts over HTTP, training in this process, weights
     python docs/examples/grpo_vllm.py --url http://127.0.0.1:8000 --model MODEL --steps 4
 
 MODEL is a directory, such as SmolLM2-135M-Instruct: the server and this process both read it, and new weights go to
-the server as a directory beside it. On a CPU its output head must not be tied to its embedding (`live/model.py` makes
-such a one), because vLLM 0.32 keeps a tied head when it reloads. What changes with a GPU:
+the server as a directory beside it. On a CPU its output head must not be tied to its embedding (`tests/live/model.py`
+makes such a one), because vLLM 0.32 keeps a tied head when it reloads. What changes with a GPU:
 
 - the trainer's model goes to its own device (`--device cuda:1`), or, with one GPU for both, is trained inside
   `engine.paused(release=("kv", "weights"))`, with vLLM's `--enable-sleep-mode`

@@ -16,7 +16,7 @@ def main() -> int:
     except LiveError as error:
         say(f"make live: {error}")
         return 3
-    command = [sys.executable, "-m", "pytest", "live", "-v", *sys.argv[1:]]
+    command = [sys.executable, "-m", "pytest", "tests/live/live_vllm.py", "-v", *sys.argv[1:]]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 

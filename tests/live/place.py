@@ -19,7 +19,7 @@ __all__ = [
     "say",
 ]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLACE = Path(os.environ.get("ROLLNEST_LIVE_DIR", ROOT / ".live")).resolve()
 VENV = PLACE / "venv"
 PYTHON = VENV / "bin" / "python"
@@ -40,7 +40,9 @@ def install() -> None:
         LiveError: It can't be installed here.
     """
     stamp = VENV / ".installed"
-    wanted = "\n".join([TORCH, VLLM, SETUPTOOLS, (ROOT / "live" / "requirements.txt").read_text()])
+    wanted = "\n".join(
+        [TORCH, VLLM, SETUPTOOLS, (ROOT / "tests" / "live" / "requirements.txt").read_text()]
+    )
     if stamp.exists() and stamp.read_text() == wanted:
         return
     say(f"Installing vLLM into {VENV} (once; 3 minutes, 3.4 GB) ...")
@@ -52,7 +54,7 @@ def install() -> None:
     run([*pip, TORCH], "install torch")
     run([*pip, "--no-deps", VLLM], "install vLLM")
     run(
-        [*pip, "--no-deps", "-r", str(ROOT / "live" / "requirements.txt")],
+        [*pip, "--no-deps", "-r", str(ROOT / "tests" / "live" / "requirements.txt")],
         "install what vLLM needs",
     )
     stamp.write_text(wanted)
@@ -67,7 +69,7 @@ def make_models() -> None:
     if all((model / "done").exists() for model in MODELS):
         return
     say(f"Making the models in {PLACE} (once; a minute) ...")
-    run([sys.executable, "-m", "live.model", *map(str, MODELS)], "make the models")
+    run([sys.executable, "-m", "tests.live.model", *map(str, MODELS)], "make the models")
 
 
 def say(text: str) -> None:

