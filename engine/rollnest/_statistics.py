@@ -265,14 +265,13 @@ def batch_statistics(
             lags[0 if oldest is None else version - oldest] += count * groups
     scored = figures if rewards else ()
     seconds = sorted([row.seconds for row in rows])
-    dropped: Counter[str] = Counter()
-    for reading in now:
-        dropped.update(reading.dropped)
-    for reading in before:
-        dropped.subtract(reading.dropped)
-    after = map(sum, zip(*[reading[1:] for reading in now], strict=True))
-    earlier = map(sum, zip(*[reading[1:] for reading in before], strict=True))
-    risen = Reading({}, *map(sub, after, earlier))
+    if len(now) == 1:
+        rises = map(sub, now[0][1:], before[0][1:])
+    else:
+        after = map(sum, zip(*[reading[1:] for reading in now], strict=True))
+        earlier = map(sum, zip(*[reading[1:] for reading in before], strict=True))
+        rises = map(sub, after, earlier)
+    risen = Reading._make([_dropped(now, before), *rises])
     return BatchStatistics(
         groups=len(rows),
         asked=asked,
@@ -293,11 +292,11 @@ def batch_statistics(
         group_seconds_mean=sum(seconds) / len(seconds) if seconds else None,
         group_seconds_p50=_percentile(seconds, 0.5),
         group_seconds_p99=_percentile(seconds, 0.99),
-        ready=sum(table.ready for table in tables),
-        waiting=sum(table.waiting for table in tables),
-        waiting_expired=sum(table.waiting_expired for table in tables),
-        flight=sum(len(table.flight) for table in tables),
-        dropped={reason: count for reason, count in dropped.items() if count},
+        ready=sum([table.ready for table in tables]),
+        waiting=sum([table.waiting for table in tables]),
+        waiting_expired=sum([table.waiting_expired for table in tables]),
+        flight=sum([len(table.flight) for table in tables]),
+        dropped=risen.dropped,
         expired=risen.expired,
         redrawn=risen.redrawn,
         failed_samples=risen.failed_samples,
@@ -320,6 +319,18 @@ def batch_statistics(
         seconds=now[0].time - before[0].time,
         pause_seconds=now[0].pause_seconds - before[0].pause_seconds,
     )
+
+
+def _dropped(now: Sequence[Reading], before: Sequence[Reading]) -> Mapping[str, int]:
+    """Groups dropped in between, by reason."""
+    if not any(reading.dropped for reading in now):
+        return {}
+    dropped: Counter[str] = Counter()
+    for reading in now:
+        dropped.update(reading.dropped)
+    for reading in before:
+        dropped.subtract(reading.dropped)
+    return {reason: count for reason, count in dropped.items() if count}
 
 
 def _percentile(values: Sequence[float], share: float) -> float | None:
