@@ -574,11 +574,11 @@ class Engine:
         watch = StallWatch(parts.gate, self._stall_after, wake=self._ready.ring)
         try:
             while True:
-                self._demand(parts, parts.delivery.plan(n).groups)
-                _check_starved(parts.producers)
                 batch = parts.delivery.take(n, parts.gate.version)
                 if batch is not None:
                     return self._handed_over(parts, batch)
+                self._demand(parts, parts.delivery.plan(n).groups)
+                _check_starved(parts.producers)
                 _check_stuck(parts, n)
                 with watch.patience():
                     await self._ready.wait()
