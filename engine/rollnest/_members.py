@@ -428,7 +428,8 @@ class Members:
                 self._streak.completed()
             else:
                 self._note_failure(sample)
-        self._decide()
+        if self._tasks is not None and self._completed >= self._spec.group_size:
+            self._decide(self._tasks)
         return sample
 
     def leave(self, index: int, reason: str) -> Sample:
@@ -541,19 +542,16 @@ class Members:
             self.rollouts[index] = self._rollout(index, self._places.get(index, 0))
         return self.rollouts[index]
 
-    def _decide(self) -> None:
+    def _decide(self, tasks: TaskGroup) -> None:
         """Cancels the members that run once the group has enough without them.
 
         A member that died cancels nobody: its siblings are what the failure is to be judged by.
         """
-        if self._tasks is None or self._cut_short:
-            return
-        if self._completed >= self._spec.group_size:
-            if self._completed + self._failed == self.count:
-                return  # nobody runs
-            self._cut_short = True
-            # By a task of its own: whatever has come at this very moment is still taken in.
-            self._tasks.start_soon(self._cut, self._tasks.cancel_scope, name="cut")
+        if self._cut_short or self._completed + self._failed == self.count:
+            return  # nobody runs
+        self._cut_short = True
+        # By a task of its own: whatever has come at this very moment is still taken in.
+        tasks.start_soon(self._cut, tasks.cancel_scope, name="cut")
 
     async def _cut(self, scope: CancelScope) -> None:
         scope.cancel()
@@ -607,12 +605,10 @@ class Members:
 
     def _waits(self, sample: Sample) -> bool:
         """Whether a sample waits to be judged with its siblings."""
-        return (
-            self._judging is not None
-            and self._judging.by_group
-            and sample.verdict is None
-            and sample.status is Status.COMPLETED
-        )
+        judging = self._judging
+        if judging is None or not judging.by_group:
+            return False
+        return sample.verdict is None and sample.status is Status.COMPLETED
 
     def _count(self, sample: Sample, by: int) -> None:
         if sample.status is Status.COMPLETED:

@@ -153,11 +153,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "_engine.py",
             "                if batch is not None:\n"
             "                    return self._handed_over(parts, batch)\n"
-            "                _check_stuck",
+            "                self._demand(",
             "                if batch is not None:\n"
             "                    await checkpoint()\n"
             "                    return self._handed_over(parts, batch)\n"
-            "                _check_stuck",
+            "                self._demand(",
         ),
     ),
     _mutant(
@@ -167,7 +167,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "_engine.py",
             "                if batch is not None:\n"
             "                    return self._handed_over(parts, batch)\n"
-            "                _check_stuck",
+            "                self._demand(",
             "                if batch is not None:\n"
             "                    from anyio import create_memory_object_stream\n"
             "                    send, receive = create_memory_object_stream[Batch](1)\n"
@@ -175,7 +175,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "                        send.send_nowait(batch)\n"
             "                        batch = await receive.receive()\n"
             "                    return self._handed_over(parts, batch)\n"
-            "                _check_stuck",
+            "                self._demand(",
         ),
     ),
     _mutant(
@@ -713,8 +713,8 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "spare members run to their end",
             (
                 "_members.py",
-                "        if self._completed >= self._spec.group_size:\n",
-                "        if self._completed > 10**9:\n",
+                "self._tasks is not None and self._completed >= self._spec.group_size:",
+                "self._tasks is not None and self._completed > 10**9:",
             ),
         ),
     ),
@@ -749,8 +749,8 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "a dead member cancels its siblings",
             (
                 "_members.py",
-                "        if self._completed >= self._spec.group_size:\n",
-                "        if self._completed >= self._spec.group_size or self._failed:\n",
+                "self._tasks is not None and self._completed >= self._spec.group_size:",
+                "self._tasks is not None and (self._failed or self._completed >= self._spec.group_size):",
             ),
         ),
     ),
