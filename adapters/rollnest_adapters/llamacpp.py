@@ -10,7 +10,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.lowlevel
@@ -106,7 +106,7 @@ class LlamacppController(HttpController):
     server = "llama.cpp"
     gated = True
     closes = True
-    finish_reasons = MappingProxyType(
+    finish_reasons: ClassVar[Mapping[str, FinishReason]] = MappingProxyType(
         {
             "eos": FinishReason.STOP,
             "word": FinishReason.STOP,

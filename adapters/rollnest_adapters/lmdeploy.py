@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from itertools import count
 from random import SystemRandom
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import anyio.lowlevel
@@ -94,7 +94,7 @@ class LmdeployController(HttpController):
 
     server = "LMDeploy"
     gated = True
-    finish_reasons = MappingProxyType(
+    finish_reasons: ClassVar[Mapping[str, FinishReason]] = MappingProxyType(
         {
             "stop": FinishReason.STOP,
             "length": FinishReason.LENGTH,

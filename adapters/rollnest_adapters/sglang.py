@@ -14,7 +14,7 @@ import re
 import ssl
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import msgspec
@@ -149,7 +149,7 @@ class SglangController(HttpController):
     """
 
     server = "SGLang"
-    finish_reasons = MappingProxyType(
+    finish_reasons: ClassVar[Mapping[str, FinishReason]] = MappingProxyType(
         {
             "stop": FinishReason.STOP,
             "length": FinishReason.LENGTH,
@@ -197,7 +197,7 @@ class SglangController(HttpController):
 
     async def _probe(self) -> Capabilities:
         info = decoded(_info, await self._call("/server_info", method="GET"))
-        self.cumulative = not info.incremental_streaming_output
+        self.cumulative: bool = not info.incremental_streaming_output
         self._deterministic = info.enable_deterministic_inference
         models = decoded(_models, await self._call("/v1/models", method="GET")).data
         if not models:

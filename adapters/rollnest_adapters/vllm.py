@@ -15,7 +15,7 @@ import re
 import ssl
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -146,7 +146,7 @@ class VllmController(HttpController):
     """
 
     server = "vLLM"
-    finish_reasons = MappingProxyType(
+    finish_reasons: ClassVar[Mapping[str, FinishReason]] = MappingProxyType(
         {
             "stop": FinishReason.STOP,
             "length": FinishReason.LENGTH,

@@ -74,7 +74,7 @@ class InferenceError(RollnestError):
         failover: bool = False,
     ) -> None:
         super().__init__(message)
-        self.retryable = retryable or failover
+        self.retryable: bool = retryable or failover
         self.maybe_executed = maybe_executed
         self.failover = failover
 

@@ -56,8 +56,8 @@ class Decoding:
         self.waiting: bool = True
         self.deaf: int = 0
         self.slow: bool = False
-        self.changed = Event()  # a token came, or the end
-        self.woken = Event()  # look again
+        self.changed: Event = Event()  # a token came, or the end
+        self.woken: Event = Event()  # look again
         self.aborted = False
         self.standing: bool = False
         self.computed_by: int | None = None  # weights of its keys and values
@@ -107,7 +107,7 @@ class FakePolicy:
         self.stop_id: int = stop_id
         self.stop_every: int = stop_every
         self.decodings: dict[str, Decoding] = {}
-        self.resumed = Event()
+        self.resumed: Event = Event()
         self.passes: int = 0
         self.wasted: int = 0
         self._stall: Stall | None = None
