@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import struct
 import warnings
 from array import array
@@ -902,3 +903,11 @@ def test_every_float32_is_a_logprob_or_an_error(bits: int) -> None:
     else:
         with pytest.raises(ValueError, match=r"logprobs\[0\] must be finite and <= 0"):
             Response.sampled([1], [value], 0)
+
+
+def test_a_pickled_segment_is_trained_from_where_it_was() -> None:
+    response = Response.sampled([5, 6], [-1.0, -2.0], [1, 3]).seal()
+    segment = Segment(view([1]), response, trained_from=2)
+    again: Segment = pickle.loads(pickle.dumps(segment))
+    assert again.trained_from == 2
+    assert again.mask.tolist() == segment.mask.tolist() == [0, 1]

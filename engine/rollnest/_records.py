@@ -251,7 +251,7 @@ class Segment:
 
     def __reduce__(self) -> tuple[Callable[..., Segment], tuple[object, ...]]:
         """How it is pickled: a view can't be, the packed ids can."""
-        return _segment, (token_column(self.prompt_ids), self.response)
+        return _segment, (token_column(self.prompt_ids), self.response, self.trained_from)
 
     @property
     def ids(self) -> memoryview[int]:
@@ -299,8 +299,8 @@ class Segment:
         return len(self.response)
 
 
-def _segment(prompt_ids: array[int], response: Response) -> Segment:
-    return Segment(memoryview(prompt_ids).toreadonly(), response)
+def _segment(prompt_ids: array[int], response: Response, trained_from: int) -> Segment:
+    return Segment(memoryview(prompt_ids).toreadonly(), response, trained_from)
 
 
 @frozen(eq=False, kw_only=True)
