@@ -177,8 +177,9 @@ class Producer:
 
     def wake(self) -> None:
         """Has the producer look again for how many groups it may start."""
-        self._is_looking = True
-        self.bell.ring()
+        if not self._is_looking:  # else it was rung already, or is awake and looks again before it waits
+            self._is_looking = True
+            self.bell.ring()
 
     def tree(self, now: float, calls: Mapping[object, Sequence[Call]]) -> TaskTree:
         """Where its groups stand; with the calls that hold or wait for slots, by who waits for them."""
