@@ -177,7 +177,8 @@ class Producer:
 
     def wake(self) -> None:
         """Has the producer look again for how many groups it may start."""
-        if not self._is_looking:  # else it was rung already, or is awake and looks again before it waits
+        # Else it was rung already, or is awake and looks again before it waits.
+        if not self._is_looking:
             self._is_looking = True
             self.bell.ring()
 
