@@ -140,9 +140,9 @@ def run(quick: bool) -> list[Row]:
 
 
 def batch_row(backend: str, groups: int, taken: Sequence[float]) -> Row:
-    """A batch's row. The goal is of the waking: a large batch is put together in between, group by group."""
+    """A batch's row; a large batch is put together in between, group by group."""
     case = f"{backend}, batch of {groups} x 8 ready until next_batch returns"
-    return row(case, "ms", taken, at_most=0.2 if groups <= 8 else None)
+    return row(case, "ms", taken, at_most=0.2)
 
 
 def resume_row(
