@@ -26,6 +26,7 @@ from rollnest import (
     Sample,
     Sampling,
 )
+from rollnest._strategies import Production
 from rollnest.abc import Attempt, Instrument
 from rollnest.errors import EngineBroken, EngineClosed, LoopError, Starved
 from rollnest.testing import (
@@ -129,21 +130,24 @@ async def test_a_crash_leaves_the_other_groups_waiting() -> None:
         max_staleness = 0
         needs_batch_size = False
         expired = "retry"
-        asked = 0
+        crashes = False
 
-        def room(self, production: object) -> int:
-            self.asked += 1
-            if self.asked > 4:
+        def room(self, production: Production) -> int:
+            if self.crashes:
                 raise ZeroDivisionError("a bug")
-            return 1 if self.asked < 4 else 0
+            return 3 - production.flight
 
+    strategy = Strategy()
     controller = ScriptedController(rate=10.0, stop_every=10_000)
     with pytest.raises(EngineBroken, match="a bug"):
-        async with Engine(controller, spec(strategy=Strategy())) as engine:
+        async with Engine(controller, spec(strategy=strategy)) as engine:
+            await sleep(0.05)
+            assert engine.statistics().tasks["task"].flight == 3
+            strategy.crashes = True
             await engine.next_batch(1)
     figures = engine.statistics().tasks["task"]
     assert figures.dropped == {}
-    assert figures.waiting == figures.drawn > 0
+    assert figures.waiting == figures.drawn == 3
 
 
 async def test_a_loop_that_raises_while_cancelled_stays_alone() -> None:
