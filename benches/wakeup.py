@@ -2,7 +2,8 @@
 
 Batch: from the step in which the last group of a batch becomes ready until `next_batch` has returned, with 512 other
 turns in flight. The last group's members end, are recorded, and the group settles; an instrument hears that, and there
-the time begins. The batch is made from the table in between: its cost grows with its groups.
+the time begins. The trainer holds the batch before until it has the next one, as the variable of a loop does: what it
+takes to free 512 samples is not counted.
 
 Resume: from the end of the paused block until the policy has the first request, and until it has all of them, with n
 turns parked at the gate. Their tasks wake in the order in which they were parked, so the first request waits for
@@ -19,7 +20,17 @@ from anyio import Event, create_task_group
 from benches.bare import bare_wake
 from benches.harness import BACKENDS, Row, calm, main, now, row, settle, until
 from benches.instant import Line, LineController, ParkingController
-from rollnest import AsyncStrategy, Attempt, Capacity, Engine, Group, Prompt, Sampling, TaskSpec
+from rollnest import (
+    AsyncStrategy,
+    Attempt,
+    Batch,
+    Capacity,
+    Engine,
+    Group,
+    Prompt,
+    Sampling,
+    TaskSpec,
+)
 from rollnest.abc import Instrument
 
 __all__ = ["batch_ready", "batch_row", "resume", "resume_row", "run"]
@@ -50,10 +61,13 @@ async def batch_ready(groups: int, rounds: int) -> list[float]:
         instruments=[ended],
     )
     taken: list[float] = []
+    held: Batch | None = None
 
     async def consume(returned: Event) -> None:
-        await engine.next_batch()
+        nonlocal held
+        batch = await engine.next_batch()
         taken.append((now() - ended.at) * 1e3)
+        held = batch
         returned.set()
 
     async with engine, create_task_group() as tasks:

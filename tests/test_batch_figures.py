@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import anyio
 import pytest
 
-from rollnest import AsyncStrategy, BatchStatistics, Engine, Group, Sample
+from rollnest import AsyncStrategy, Batch, BatchStatistics, Engine, Group, Sample
 from rollnest.abc import Attempt
 from rollnest.testing import Reply, ScriptedController
 
@@ -157,3 +160,37 @@ async def test_totals_only_rise_through_pauses_expiry_and_batches() -> None:
             assert all(now[name] >= before[name] for name in names)
             before = now
     assert all(before.values())
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+async def test_figures_are_of_the_moment_the_batch_was_taken_whenever_they_are_looked_at(
+    tasks: int,
+) -> None:
+    async def run(*, look: bool) -> list[tuple[object, ...]]:
+        specs = [spec(name=name) for name in "ab"[:tasks]]
+        async with Engine(ScriptedController(), specs, batch_size=4) as engine:
+            batches: list[Batch] = []
+            for _ in range(3):
+                batches.append(await engine.next_batch())
+                if look:
+                    repr((batches[-1].statistics, dict(batches[-1].tasks)))
+                await anyio.sleep(1)
+        return [(batch.statistics, dict(batch.tasks)) for batch in batches]
+
+    assert await run(look=False) == await run(look=True)
+
+
+async def test_a_batch_is_pickled_with_its_figures() -> None:
+    async with Engine(ScriptedController(), [spec(name="a"), spec(name="b")]) as engine:
+        batch = await engine.next_batch(4)
+    again = pickle.loads(pickle.dumps(batch))
+    assert again.statistics == batch.statistics
+    assert again.tasks == dict(batch.tasks)
+    assert (again.index, again.version, again.short, again.again, len(again)) == (
+        1,
+        0,
+        False,
+        False,
+        4,
+    )
+    assert copy.copy(batch).statistics is batch.statistics

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 __all__ = ["ReplayBuffer"]
+
+_ROW = itemgetter(1)
 
 T = TypeVar("T")
 
@@ -119,7 +122,7 @@ class ReplayBuffer(Generic[T]):
         heap = self._by_version[version]
         if count is None or count >= len(heap):
             del self._by_version[version]
-            rows = [row for _, row in sorted(heap)]
+            rows = list(map(_ROW, sorted(heap)))
         else:
             rows = [heappop(heap)[1] for _ in range(count)]
         self.ready -= len(rows)

@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from itertools import chain
+from operator import attrgetter
 
 from ._allocation import Allocation, Shares
-from ._records import Batch, BatchStatistics
-from ._statistics import Reading, batch_statistics
+from ._records import Batch
+from ._statistics import Described, Reading, share_of
 from ._table import GroupTable, Row
 from .errors import EndOfPrompts
 
 __all__ = ["Delivery"]
+
+_GROUP = attrgetter("group")  # a ready row has one
 
 
 class Delivery:
@@ -176,23 +180,19 @@ class Delivery:
     ) -> Batch:
         before, now = self._before, self._readings()
         self._before = now
-
-        def describe(names: Sequence[str]) -> BatchStatistics:
-            return batch_statistics(
-                [row for name in names for row in rows[name]],
-                version,
-                [self._tables[name] for name in names],
-                [before[name] for name in names],
-                [now[name] for name in names],
-                sum(shares[name] for name in names),
-            )
-
-        tasks = {name: describe([name]) for name in rows}
+        figures = Described(
+            {
+                name: share_of(self._tables[name], taken, shares[name], before[name], now[name])
+                for name, taken in rows.items()
+            },
+            version,
+        )
+        groups = map(_GROUP, chain.from_iterable(rows.values()))
         return Batch(
             index=self.batches,
             version=version,
-            groups=[row.members for taken in rows.values() for row in taken],
-            tasks=tasks,
-            statistics=describe(list(rows)) if len(tasks) > 1 else next(iter(tasks.values())),
+            groups=groups,
+            tasks=figures,
+            statistics=figures.total,
             short=short,
         )

@@ -31,7 +31,7 @@ from ._producer import Producer
 from ._records import EvalResult, Sample
 from ._response import CONTEXT_VERSION
 from ._sampler import Sampler
-from ._statistics import Reading, batch_statistics, read
+from ._statistics import Reading, batch_statistics, read, share_of
 from ._strategies import Production
 from ._table import GroupTable, Row
 from ._task import TaskSpec
@@ -195,13 +195,12 @@ class Evaluation:
         groups = [row.members for row in rows]
         for row, group in zip(rows, groups, strict=True):
             row.figures = GroupFigures.of(group)  # of those with a failed member too
+        share = share_of(self._table, rows, self.asked, self._began, self._read())
         return EvalResult(
             task=self.spec.name,
             version=version,
             groups=groups,
-            statistics=batch_statistics(
-                rows, version, [self._table], [self._began], [self._read()], self.asked
-            ),
+            statistics=batch_statistics([share], version),
             versions=_versions([sample for group in groups for sample in group.samples]),
         )
 

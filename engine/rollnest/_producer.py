@@ -147,7 +147,8 @@ class Producer:
                 taken=self._taken(),
             )
         )
-        check_whole(f"what {self.spec.strategy!r} answers for room", room, 0)
+        if type(room) is not int or room < 0:  # what is wrong is put into words only then
+            check_whole(f"what {self.spec.strategy!r} answers for room", room, 0)
         most = _MOST_LIVE + missing - flight - ready
         if room > most and not self._warned:
             self._warned = True

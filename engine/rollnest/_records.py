@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, cast
 
 from attrs import Attribute, evolve, field, frozen
@@ -582,8 +583,8 @@ class Batch:
         index: Number of the batch, counted from 1.
         version: The policy's weight version when it was taken; lags count from it.
         groups: Completed groups only.
-        tasks: Statistics of each task.
-        statistics: The same over all tasks.
+        tasks: Statistics of each task. Those of a batch that an engine hands over are worked out when they are first
+            looked at: whoever waits for the batch does not wait for them.
         short: Whether it holds fewer groups than were asked for, because the prompts ended.
         again: Whether it was handed over before, by an engine from whose checkpoint this one was restored.
     """
@@ -592,9 +593,17 @@ class Batch:
     version: int
     groups: tuple[Group, ...] = field(converter=_groups, repr=_count)
     tasks: Mapping[str, BatchStatistics] = field(repr=_names)
-    statistics: BatchStatistics = field(repr=False)
+    _statistics: BatchStatistics | Callable[[], BatchStatistics] = field(
+        alias="statistics", repr=False
+    )
     short: bool = False
     again: bool = False
+
+    @property
+    def statistics(self) -> BatchStatistics:
+        """Statistics over all tasks."""
+        figures = self._statistics
+        return figures if isinstance(figures, BatchStatistics) else figures()
 
     @property
     def samples(self) -> Iterator[Sample]:
@@ -603,6 +612,19 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.groups)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        make = partial(
+            type(self),
+            index=self.index,
+            version=self.version,
+            groups=self.groups,
+            tasks=dict(self.tasks),
+            statistics=self.statistics,
+            short=self.short,
+            again=self.again,
+        )
+        return make, ()
 
 
 @frozen(eq=False, kw_only=True, repr=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter, sub
 from typing import NamedTuple
 
@@ -13,7 +13,17 @@ from ._attempt import TokenCounters
 from ._records import BatchStatistics, FailureKind, Sample
 from ._table import GroupTable, Row
 
-__all__ = ["EngineStatistics", "Produced", "Reading", "TaskStatistics", "batch_statistics", "read"]
+__all__ = [
+    "Described",
+    "EngineStatistics",
+    "Produced",
+    "Reading",
+    "Share",
+    "TaskStatistics",
+    "batch_statistics",
+    "read",
+    "share_of",
+]
 
 
 @frozen(kw_only=True)
@@ -231,7 +241,7 @@ def read(
     )
 
 
-# What a batch adds up over its groups: in one pass, a batch is waited for.
+# What a batch adds up over its groups, in one pass.
 _ADDED = attrgetter(
     "samples",
     "policy_tokens",
@@ -245,15 +255,79 @@ _NOTHING = [0] * 7
 _AGES = attrgetter("ages")
 
 
-def batch_statistics(
-    rows: Sequence[Row],
-    version: int,
-    tables: Sequence[GroupTable],
-    before: Sequence[Reading],
-    now: Sequence[Reading],
-    asked: int,
-) -> BatchStatistics:
+class Share(NamedTuple):
+    """What a task gave to a batch, and how it stood when the batch was taken."""
+
+    rows: Sequence[Row]
+    asked: int
+    ready: int
+    waiting: int
+    waiting_expired: int
+    flight: int
+    before: Reading
+    now: Reading
+
+
+def share_of(
+    table: GroupTable, rows: Sequence[Row], asked: int, before: Reading, now: Reading
+) -> Share:
+    """What a table that holds `rows` no more gave, and what it holds still."""
+    return Share(
+        rows,
+        asked,
+        table.ready,
+        table.waiting,
+        table.waiting_expired,
+        len(table.flight),
+        before,
+        now,
+    )
+
+
+class Described(Mapping[str, BatchStatistics]):
+    """Statistics of the tasks of a batch, worked out when they are first looked at.
+
+    Nothing that they follow from changes once the batch is taken, so it is all the same when that is, and in which
+    thread.
+    """
+
+    __slots__ = ("_known", "_shares", "_version")
+
+    def __init__(self, shares: Mapping[str, Share], version: int) -> None:
+        self._shares = shares
+        self._version = version
+        self._known: dict[str | None, BatchStatistics] = {}
+
+    def total(self) -> BatchStatistics:
+        """Those over all tasks."""
+        if len(self._shares) == 1:
+            return self[next(iter(self._shares))]
+        return self._look_up(None, list(self._shares.values()))
+
+    def _look_up(self, key: str | None, shares: Sequence[Share]) -> BatchStatistics:
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = batch_statistics(shares, self._version)
+        return known
+
+    def __getitem__(self, task: str) -> BatchStatistics:
+        return self._look_up(task, [self._shares[task]])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shares)
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def batch_statistics(shares: Sequence[Share], version: int) -> BatchStatistics:
     """Describes groups of one or several tasks; over several, percentiles are of the union."""
+    rows = [row for share in shares for row in share.rows]
+    before = [share.before for share in shares]
+    now = [share.now for share in shares]
     figures = [row.figures for row in rows]
     sums = [sum(column) for column in zip(*map(_ADDED, figures), strict=True)]
     samples, policy_tokens, masked_tokens, response_tokens, truncated, rewards, reward_sum = (
@@ -274,7 +348,7 @@ def batch_statistics(
     risen = Reading._make([_dropped(now, before), *rises])
     return BatchStatistics(
         groups=len(rows),
-        asked=asked,
+        asked=sum([share.asked for share in shares]),
         samples=samples,
         policy_tokens=policy_tokens,
         masked_tokens=masked_tokens,
@@ -292,10 +366,10 @@ def batch_statistics(
         group_seconds_mean=sum(seconds) / len(seconds) if seconds else None,
         group_seconds_p50=_percentile(seconds, 0.5),
         group_seconds_p99=_percentile(seconds, 0.99),
-        ready=sum([table.ready for table in tables]),
-        waiting=sum([table.waiting for table in tables]),
-        waiting_expired=sum([table.waiting_expired for table in tables]),
-        flight=sum([len(table.flight) for table in tables]),
+        ready=sum([share.ready for share in shares]),
+        waiting=sum([share.waiting for share in shares]),
+        waiting_expired=sum([share.waiting_expired for share in shares]),
+        flight=sum([share.flight for share in shares]),
         dropped=risen.dropped,
         expired=risen.expired,
         redrawn=risen.redrawn,

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from attrs import evolve, frozen
@@ -55,6 +56,10 @@ OTHER = "other"
 """The reason in the place of those beyond the first `_REASONS`: users give them, and counters must not grow."""
 
 _REASONS = 64
+
+
+_TOKENS = attrgetter("figures.policy_tokens")
+_MEMBERS = attrgetter("figures.samples")
 
 
 class RowState(Enum):
@@ -429,10 +434,11 @@ class GroupTable:
     def take(self, count: int) -> list[Row]:
         """Delivers up to `count` ready rows, oldest first or freshest first."""
         rows = self._buffer.take(count)
+        delivered = RowState.DELIVERED
         for row in rows:
-            row.state = RowState.DELIVERED
-        self.delivered_tokens += sum([row.figures.policy_tokens for row in rows])
-        self.delivered_members += sum([row.figures.samples for row in rows])
+            row.state = delivered
+        self.delivered_tokens += sum(map(_TOKENS, rows))
+        self.delivered_members += sum(map(_MEMBERS, rows))
         self.delivered += len(rows)
         return rows
 
