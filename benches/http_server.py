@@ -3,7 +3,8 @@
 python -m benches.http_server            prints its port, and serves until its input is closed
 
 It reads no more of a request than its route and `max_tokens`, and sends answers that were made before. A pause is
-answered after `PAUSE` seconds, as by a server that finishes a forward pass. Requests for `HELD` tokens are held.
+answered after `PAUSE` seconds, as by a server that finishes a forward pass. Requests for `HELD` tokens are held, until
+a pause that aborts, or a resume. Its metrics say how many are held, and how many connections were opened.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import sys
 from functools import cache
 from typing import Any
 
-__all__ = ["HELD", "PAUSE", "VOCABULARY"]
+__all__ = ["HELD", "OPENED", "PAUSE", "RUNNING", "VOCABULARY"]
 
 PAUSE = 0.1
 HELD = 99
-"""Requests for so many tokens are answered by the next `/resume`."""
+"""Requests for so many tokens are answered by the next `/resume`, or by a pause that aborts them."""
+
+RUNNING, OPENED = "vllm:num_requests_running", "bench:connections_opened"
+"""Figures in its metrics."""
 
 VOCABULARY = 49_152
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
@@ -27,7 +31,7 @@ _TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 
 
 @cache
-def answer(tokens: int) -> bytes:
+def answer(tokens: int, finish: str = "length") -> bytes:
     """A whole answer of so many tokens, with its head."""
     content = [
         {"token_id": 1000 + i, "logprob": -1.2345678, "rank": 3,
@@ -36,7 +40,7 @@ def answer(tokens: int) -> bytes:
     ]  # fmt: skip
     choice = {
         "index": 0,
-        "finish_reason": "length",
+        "finish_reason": finish,
         "stop_reason": None,
         "token_ids": [1000 + i for i in range(tokens)],
         "weight_versions": [{"version": "default", "start": 0, "end": tokens}],
@@ -46,9 +50,11 @@ def answer(tokens: int) -> bytes:
 
 
 def reply(body: Any, status: str = "200 OK") -> bytes:
-    """An answer with its head."""
-    content = json.dumps(body).encode()
-    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    """An answer with its head; of JSON, unless it is a text."""
+    content, kind = json.dumps(body).encode(), "application/json"
+    if isinstance(body, str):
+        content, kind = body.encode(), "text/plain"
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\ncontent-length: {len(content)}\r\n\r\n"
     return head.encode() + content
 
 
@@ -64,6 +70,7 @@ PROBED = reply({"error": {"message": f"Vocabulary size: {VOCABULARY}"}}, "400 Ba
 
 
 held: list[Any] = []
+opened = 0
 
 
 class Connection(asyncio.Protocol):
@@ -74,6 +81,8 @@ class Connection(asyncio.Protocol):
         self._transport: Any = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        global opened
+        opened += 1
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
@@ -86,11 +95,12 @@ class Connection(asyncio.Protocol):
             whole = end + 4 + (int(found[1]) if found else 0)
             if len(self._data) < whole:
                 return
-            target = self._data[: self._data.find(b"\r\n")].split(b" ")[1].split(b"?")[0]
-            self._answer(bytes(target), bytes(self._data[end + 4 : whole]))
+            target = bytes(self._data[: self._data.find(b"\r\n")].split(b" ")[1])
+            self._answer(target, bytes(self._data[end + 4 : whole]))
             del self._data[:whole]
 
-    def _answer(self, path: bytes, body: bytes) -> None:
+    def _answer(self, target: bytes, body: bytes) -> None:
+        path, _, query = target.partition(b"?")
         if path == b"/inference/v1/generate":
             tokens = _TOKENS.search(body)
             probe = b"logit_bias" in body[-200:]
@@ -98,16 +108,28 @@ class Connection(asyncio.Protocol):
                 held.append(self._transport)
                 return
             sent = PROBED if probe or tokens is None else answer(int(tokens[1]))
+        elif path == b"/metrics":
+            sent = reply(f"{RUNNING} {len(held)}\n{OPENED} {opened}\n")
         else:
             sent = ROUTES[path]
-        if path == b"/resume":
-            for transport in held:
-                transport.write(answer(HELD))
-            held.clear()
         if path == b"/pause":
-            asyncio.get_running_loop().call_later(PAUSE, self._transport.write, sent)
-        else:
-            self._transport.write(sent)
+            asyncio.get_running_loop().call_later(PAUSE, self._paused, sent, b"mode=abort" in query)
+            return
+        if path == b"/resume":
+            let_go("length")
+        self._transport.write(sent)
+
+    def _paused(self, sent: bytes, aborts: bool) -> None:
+        self._transport.write(sent)
+        if aborts:
+            let_go("abort")
+
+
+def let_go(finish: str) -> None:
+    """Answers what is held."""
+    for transport in held:
+        transport.write(answer(HELD, finish))
+    held.clear()
 
 
 async def serve() -> None:

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import anyio
+import httpx2
 import pytest
 
 from benches import __main__ as all_benches
@@ -386,10 +387,48 @@ def test_the_fast_server_answers_as_the_controller_wants() -> None:
                 await controller.generate(attempt)
                 assert len(attempt.received) == 3
             for way in (http.by_controller, http.by_httpx2, http.by_aiohttp):
-                (figures,) = await way(url, load, 1)
-                assert len(figures) == 2
+                taken = await way(url, load, 2)
+                assert len(taken.wall) == len(taken.cpu) == 2
+                assert taken.opened == 0
 
     anyio.run(ask)
+
+
+def test_a_client_that_is_slow_takes_no_further_round(clock: Clock) -> None:
+    async def ask() -> None:
+        with http.serving() as url:
+
+            async def slow() -> None:
+                clock.charge(http.ENOUGH)
+
+            taken = await http.measured(url, http.Load("one", 1, 1), slow, 5)
+            assert taken.wall == [http.ENOUGH * 1e3]
+
+    anyio.run(ask)
+
+
+def test_connections_that_are_opened_again_and_again_show() -> None:
+    async def ask() -> None:
+        with http.serving() as url:
+
+            async def wasteful() -> None:
+                async with httpx2.AsyncClient(base_url=url) as client:
+                    await client.post("/inference/v1/generate", json=load.body())
+
+            load = http.Load("two", 2, 4)
+            assert (await http.measured(url, load, wasteful, 2)).opened == 8
+
+    anyio.run(ask)
+
+
+@BACKENDS
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.ABORT])
+def test_what_a_pause_takes_beyond_the_servers_answer_is_measured(
+    backend: str, mode: PauseMode
+) -> None:
+    with http.serving() as url:
+        beyond = anyio.run(http.pause_beyond, url, mode, 8, 2, backend=backend)
+        assert len(beyond) == 2
 
 
 def test_the_bare_clients_post_what_the_controller_posts() -> None:
