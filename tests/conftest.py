@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,3 +15,25 @@ from rollnest.testing import virtual_backends
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     make: Callable[[], tuple[str, dict[str, Any]]] = request.param
     return make()
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One Ray on this machine for all tests that need one; it is started for the first of them."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=80 * 2**20,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from typing import cast
+from typing import Any, cast
 
 __all__ = [
     "CheckpointError",
@@ -51,7 +51,11 @@ __all__ = [
 
 
 class RollnestError(Exception):
-    """Base of every error that rollnest raises on purpose."""
+    """Base of every error that rollnest raises on purpose. It can be pickled, to be raised in another process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python's own way calls the class with the message alone, and some need more.
+        return _made_again, (type(self), self.args, dict(self.__dict__))
 
 
 class InferenceError(RollnestError):
@@ -238,3 +242,11 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
             yield from leaves(member)
     else:
         yield error
+
+
+def _made_again(
+    kind: type[RollnestError], args: tuple[Any, ...], state: dict[str, Any]
+) -> RollnestError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error

@@ -1,0 +1,230 @@
+"""Between Ray's futures and a scope: the calls of actors can be awaited and cancelled, on asyncio and on trio.
+
+Invariants:
+
+- No thread waits: Ray's own thread hands over that something arrived, and the event loop looks at it.
+- Whoever leaves a call before its end has asked Ray to cancel it, and has waited until it ended, under a deadline.
+- What comes after that is dropped, wherever it comes to.
+
+Ray's own `await` works on asyncio only, and cancelling it does not cancel the call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar, cast
+
+import anyio
+import ray
+from anyio.lowlevel import checkpoint
+from ray.exceptions import ObjectRefStreamEndOfStreamError, RayError
+
+from .._checks import check_positive  # noqa: TID252
+from .._loop_bridge import loop_caller  # noqa: TID252
+from ._failures import RayCallFailed, what_failed
+
+__all__ = ["RayStream", "call", "check_initialized", "result", "stream"]
+
+_LOG = logging.getLogger("rollnest.ray")
+
+_GRACE = 5.0
+_FIRST_AGAIN = 0.05
+_LONGEST_AGAIN = 1.0
+
+T = TypeVar("T")
+
+
+def check_initialized() -> None:
+    """Raises unless this process is connected to Ray; Ray itself would start a cluster unasked.
+
+    Raises:
+        RuntimeError: It is not.
+    """
+    if not ray.is_initialized():
+        raise RuntimeError(
+            "Ray is not initialized: call ray.init() first, with address= of your cluster if you have one; "
+            "rollnest starts none behind your back"
+        )
+
+
+async def call(method: Any, /, *args: Any, grace: float = _GRACE) -> Any:
+    """Calls an actor's method and returns what it returns.
+
+        verdict = await call(actor.judge, sample)
+
+    Args:
+        method: A method of an actor's handle, as it is or with `options(...)`; not `.remote`.
+        args: Its arguments; `ObjectRef`s among them arrive as their values.
+        grace: Seconds that the call may take to end when the caller is cancelled.
+
+    Raises:
+        RayCallFailed: There is no answer; it says whether the call may have run.
+        Exception: What the method raised.
+        RuntimeError: Ray is not initialized.
+
+    Cancellation: as `result`.
+    """
+    check_initialized()
+    try:
+        ref = method.remote(*args)
+    except RayError as error:
+        await checkpoint()
+        raise _unsent(error) from error
+    return await result(ref, grace=grace)
+
+
+async def result(ref: ray.ObjectRef[T], *, grace: float = _GRACE) -> T:
+    """Waits for an `ObjectRef` and returns its value.
+
+    Args:
+        ref: What `.remote()` returned.
+        grace: Seconds that the call may take to end when the caller is cancelled.
+
+    Raises:
+        RayCallFailed: There is no answer; it says whether the call may have run.
+        Exception: What the actor's code raised, with the actor's traceback as its cause.
+
+    Cancellation: the call is cancelled, and waited for until it has ended, for `grace` seconds at most; one that goes
+    on is named in the log. In an async actor its task is cancelled; a synchronous method runs to its end.
+    """
+    check_positive("grace", grace)
+    if not isinstance(ref, ray.ObjectRef):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"ref must be an ObjectRef, got {ref!r}")
+    arrival = _Arrival(ref)
+    try:
+        await arrival.wait()
+    except BaseException:
+        await _end(ref, arrival, grace)
+        raise
+    return arrival.value()
+
+
+@asynccontextmanager
+async def stream(generator: Any, *, grace: float = _GRACE) -> AsyncGenerator[RayStream]:
+    """The values of a streaming method, as they come.
+
+        async with stream(actor.generate.options(num_returns="streaming").remote(prompt)) as values:
+            async for value in values:
+                ...
+
+    Args:
+        generator: The `ObjectRefGenerator` that `.remote()` returned.
+        grace: Seconds that the call may take to end when the block is left before its end.
+
+    Yields:
+        The values, to be iterated by one task.
+
+    Cancellation: leaving the block, also early or by an exception, cancels the call, as `result` does. Values that were
+    received stay.
+    """
+    check_positive("grace", grace)
+    if not hasattr(generator, "completed"):
+        raise TypeError(
+            "generator must be an ObjectRefGenerator, of a method with num_returns='streaming', "
+            f"got {generator!r}"
+        )
+    completed = generator.completed()
+    arrival = _Arrival[Any](completed)
+    try:
+        yield RayStream(generator)
+    finally:
+        await _end(completed, arrival, grace)
+
+
+class RayStream:
+    """The values of one call, one after the other; made by `stream`."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._end: BaseException | None = None
+
+    def __aiter__(self) -> RayStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        """Returns the next value.
+
+        Raises:
+            RayCallFailed: The call broke off. Asking again raises it again: it is not taken for the end.
+            Exception: What the actor's code raised.
+
+        Cancellation: nothing is lost; the next call returns what this one would have.
+        """
+        if self._end is not None:
+            await checkpoint()
+            raise self._end
+        # Ray has no public way to wait for the next item but on asyncio.
+        arrival = _Arrival[Any](self._generator._get_next_ref_n(1)[0])
+        await arrival.wait()
+        error = arrival.error
+        if isinstance(error, ObjectRefStreamEndOfStreamError):
+            completed = _Arrival[Any](self._generator.completed())
+            await completed.wait()
+            error = completed.error
+        else:
+            next(self._generator)  # it has arrived, so this takes it and doesn't wait
+            if error is None:
+                return arrival.value()
+        self._end = StopAsyncIteration() if error is None else what_failed(error)
+        raise self._end
+
+
+class _Arrival(Generic[T]):
+    """The moment at which a ref has a value or an error."""
+
+    def __init__(self, ref: ray.ObjectRef[T]) -> None:
+        self._there = anyio.Event()
+        call_soon = loop_caller()
+        self._future: Future[T] = ref.future()
+        # Ray's thread calls this, and must not wait there.
+        self._future.add_done_callback(lambda _: call_soon(self._there.set))
+
+    async def wait(self) -> None:
+        await self._there.wait()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has come; the event loop may not know yet."""
+        return self._future.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What came in place of a value; only once it is there."""
+        return self._future.exception(timeout=0)
+
+    def value(self) -> T:
+        """What has come, or raises what came in its place; only once it is there."""
+        if (error := self.error) is not None:
+            raise what_failed(error)
+        return self._future.result(timeout=0)
+
+
+async def _end(ref: ray.ObjectRef[Any], arrival: _Arrival[Any], grace: float) -> None:
+    """Cancels a call until it has ended.
+
+    Ray loses a cancellation that reaches the actor before the call has begun there, so it is asked again.
+    """
+    again = _FIRST_AGAIN
+    if arrival.is_there:
+        return
+    with anyio.CancelScope(shield=True), anyio.move_on_after(grace):
+        while True:
+            try:
+                cast("Any", ray).cancel(ref)
+            except RayError:
+                return  # this process has left Ray; nobody is left to be told
+            with anyio.move_on_after(again):
+                await arrival.wait()
+                return
+            again = min(2 * again, _LONGEST_AGAIN)
+    _LOG.warning("%s did not end within %g s of its cancellation", ref, grace)
+
+
+def _unsent(error: RayError) -> BaseException:
+    failed = what_failed(error)
+    if isinstance(failed, RayCallFailed):
+        failed.maybe_executed = False
+    return failed
