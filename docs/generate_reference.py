@@ -38,6 +38,7 @@ MODULES = [
     "rollnest_adapters.llamacpp",
     "rollnest_adapters.pool",
     "rollnest_adapters.judgers",
+    "rollnest_adapters.ray",
     "rollnest_adapters.tokenizer",
     "rollnest_adapters.torch",
     "rollnest_adapters.bench",
