@@ -36,6 +36,7 @@ LAYERS: list[list[str]] = [
         "_inspect",
         "_journal",
         "_judgers",
+        "_lives",
         "_process_judger",
         "_sampler",
         "_saved",

@@ -15,6 +15,7 @@ from attrs import define, evolve, field, frozen
 
 from ._attempt import FinishReason
 from ._journal import Journal, RecordedCall, RecordedTurn, Request
+from ._lives import GroupRecord, Life, LivesNote, as_it_was
 from ._options import Sampling
 from ._records import Failure, FailureKind, Group, Prompt, Sample, Segment, Status, Turn
 from ._response import Response
@@ -245,6 +246,7 @@ class Visit:
         unseen: Requests that had brought nothing.
         restarted: Members that begin anew because a tool did not do the same again.
         tries: What it has used up, if it was cut.
+        record: What a group loop that was cut goes on from, if it can be replayed.
     """
 
     place: Place
@@ -261,13 +263,15 @@ class Visit:
     unseen: int = 0
     restarted: int = 0
     tries: Tries = NO_TRIES
+    record: GroupRecord | None = None
 
     @property
     def newest_version(self) -> int | None:
         """The highest weight version among its tokens; `None` without any."""
+        others = [] if self.record is None else [life.sample for life in self.record.others]
         versions = [
             segment.response.newest_version
-            for sample in self.group.samples
+            for sample in (*self.group.samples, *others)
             for segment in sample.segments
         ]
         return max([v for v in versions if v is not None], default=None)
@@ -294,6 +298,7 @@ class GroupNote:
         seconds: Time from its start, over all runs.
         expiries: How often it had become too old.
         tries: What it had used up.
+        lives: Of a group loop that can be replayed, all members that there were; else `None`.
     """
 
     task: str
@@ -312,6 +317,7 @@ class GroupNote:
     seconds: float
     expiries: int
     tries: Tries
+    lives: LivesNote | None = None
 
     def cut(self) -> Visit:
         """What would be left of it if it were cut."""
@@ -330,7 +336,11 @@ class GroupNote:
                 journals[sample.index] = journal
         left: list[tuple[str, int]] = []
         tries = self.tries
-        if self.whole:
+        record = None
+        if self.lives is not None:
+            record = self._record(self.lives, samples, journals)
+            tries, journals = NO_TRIES, {}
+        elif self.whole:
             tries = NO_TRIES
             samples = {index: _begins_anew(sample) for index, sample in samples.items()}
             journals = {}
@@ -351,7 +361,28 @@ class GroupNote:
             unseen=sum([note.unseen for note in self.live]),
             restarted=sum([note.restarts for note in self.live]),
             tries=tries,
+            record=record,
         )
+
+    def _record(
+        self, lives: LivesNote, samples: dict[int, Sample], journals: Mapping[int, Journal]
+    ) -> GroupRecord:
+        """What the group's loop would go on from; members that came out as before end as before."""
+        members: list[Life] = []
+        for index in sorted(samples):
+            place = self.tries.places.get(index, 0)
+            samples[index] = sample = as_it_was(samples[index], lives.recorded.get((index, place)))
+            ended = lives.ended.get(index)
+            members.append(
+                Life(
+                    sample=sample,
+                    place=place,
+                    journal=journals.get(index) if ended is None else ended(),
+                    member=True,
+                    told=sample.status in (Status.COMPLETED, Status.FAILED),
+                )
+            )
+        return lives.record(members)
 
 
 def who_leaves(samples: Mapping[int, Sample], group_size: int, least: int) -> dict[int, str]:

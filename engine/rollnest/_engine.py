@@ -56,7 +56,7 @@ from ._group import GroupRunner
 from ._instruments import Instruments
 from ._judging import Judging
 from ._lag import LagWatch
-from ._loops import overrides_generate_group
+from ._loops import overrides_generate_group, replays_groups
 from ._options import Capacity, Sampling
 from ._outage import Outage
 from ._pause import Pause, PauseContext
@@ -1050,6 +1050,7 @@ class Engine:
                 tail_batch=tail_batch(spec.strategy),
                 freshest_first=is_freshest_first(spec.strategy),
                 restart_whole=overrides_generate_group(spec.loop),
+                replays_groups=replays_groups(spec.loop),
                 max_token_lag=max_token_lag(spec.strategy),
             )
             services = services_of[spec.name] = RolloutServices(
@@ -1392,7 +1393,7 @@ def _check_stuck(parts: _Parts, n: int) -> None:
 
 def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatistics:
     table = producer.table
-    parked = [sample for row in table.parked for sample in row.members.samples]
+    parked = [sample for row in table.parked for sample in row.held]
     parked_tokens = sum(sample.policy_tokens for sample in parked)
     held = table.delivered_tokens + table.dropped_tokens + parked_tokens
     return TaskStatistics(
@@ -1408,7 +1409,7 @@ def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatist
         members=table.members,
         members_delivered=table.delivered_members,
         members_parked=len(parked),
-        members_live=sum(members.count for members in producer.runner.live),
+        members_live=sum(members.held for members in producer.runner.live),
         members_dropped=table.dropped_members,
         members_shrunk=dict(table.shrunk),
         failures=dict(table.failures),

@@ -17,7 +17,8 @@ from ._context import RolloutServices
 from ._group_loop import run_group_loop
 from ._journal import Journal
 from ._judging import Judging
-from ._loops import overrides_generate_group
+from ._lives import GroupRecord
+from ._loops import overrides_generate_group, replays_groups
 from ._members import Members
 from ._records import Failure, Group, Sample, Status
 from ._statistics import Produced
@@ -59,6 +60,7 @@ class GroupRunner:
         self._on_break = on_break
         self._streak = FailureStreak(spec.name, spec.failures.max_failures_in_a_row, on_break)
         self._by_group_loop = overrides_generate_group(spec.loop)
+        self._replays = replays_groups(spec.loop)
         self.produced = Produced()
         self.live: set[Members] = set()
 
@@ -76,6 +78,7 @@ class GroupRunner:
             services=self._services,
             judging=self._judging,
             streak=self._streak,
+            replays=self._replays,
         )
         self.live.add(members)
         return members
@@ -114,7 +117,8 @@ class GroupRunner:
 
     def note(self, now: float) -> list[GroupNote]:
         """What there is of the groups in flight, for a checkpoint."""
-        return [members.note(now, whole=self._by_group_loop) for members in self.live]
+        whole = self._by_group_loop and not self._replays
+        return [members.note(now, whole=whole) for members in self.live]
 
     def restore(self, visit: Visit, version: int) -> None:
         """Enters a visit of a checkpoint; one that was in flight settles, as if it had been cut then."""
@@ -126,13 +130,30 @@ class GroupRunner:
         counters.unseen_turns += visit.unseen
         counters.restarted += visit.restarted
         if row.state is RowState.FLIGHT:
-            self._end(row, visit.group.samples, 0.0, visit.journals, visit.counted, visit.tries)
+            self._end(
+                row,
+                visit.group.samples,
+                0.0,
+                visit.journals,
+                visit.counted,
+                visit.tries,
+                visit.record,
+            )
 
     def _settle(self, members: Members, seconds: float) -> None:
         samples = members.freeze()
         self.live.discard(members)
         tries = NO_TRIES if self._by_group_loop else members.tries
-        self._end(members.row, samples, seconds, members.journals, members.row.kept, tries)
+        self._end(
+            members.row,
+            samples,
+            seconds,
+            members.journals,
+            members.row.kept,
+            tries,
+            members.end_lives(),
+            cut=self._by_group_loop and not members.finished,
+        )
 
     def _end(
         self,
@@ -142,21 +163,27 @@ class GroupRunner:
         journals: Mapping[int, Journal],
         counted: Collection[int],
         tries: Tries,
+        record: GroupRecord | None = None,
+        *,
+        cut: bool = False,
     ) -> None:
-        for sample in samples:
+        cut = cut or record is not None  # though every member may have completed
+        for sample in samples if record is None else ():  # else its loop comes by them again
             if sample.status is Status.COMPLETED and sample.index not in counted:
                 self.produced.add(sample)
         try:
-            if self._spec.refine is not None:
+            if self._spec.refine is not None and not cut:
                 samples = self._chosen(self._refined, row, samples)
-            if self._spec.keep is not None:
+            if self._spec.keep is not None and not cut:
                 samples = self._chosen(self._filtered, row, samples)
         except BaseException as error:  # an exit, or Ctrl-C: the row settles all the same
             samples = _all_failed(samples, error)
             self._on_break("production failed", error)
             raise
         finally:
-            outcome = self._table.settle(row, samples, seconds, journals, tries)
+            outcome = self._table.settle(
+                row, samples, seconds, journals, tries, record=record, cut=cut
+            )
             self._services.gate.ended()
             self._services.instruments.tell("group_ended", row.members, outcome)
             self._on_settled(row)

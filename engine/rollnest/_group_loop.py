@@ -12,8 +12,9 @@ from ._gate import Gate, OverLimit
 from ._live import LiveGroup
 from ._members import Members, cancellation_alone, kind_of
 from ._records import Failure, Prompt, Sample, Status
-from ._rollout import Rollout, freeze_rollout
+from ._rollout import Rollout, begin_loop, freeze_rollout, must_restart
 from ._stray import is_stray
+from ._table import RESTARTED
 from ._task import TaskSpec
 from .errors import LoopError
 
@@ -34,9 +35,12 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
     Cancellation: members that have not ended are left as they are.
     """
     if not await members.prepare():
+        members.finished = True
         return
     group = _OpenGroup(members)
     row, failure = members.row, None
+    for rollout in members.rollouts.values():
+        begin_loop(rollout)  # until it is run, by whom ever
     over = False
     try:
         with gate.limit(spec.limits.group):
@@ -57,6 +61,11 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
             raise
     finally:
         group.close()
+    if any(map(must_restart, members.rollouts.values())):
+        # A tool that the group loop itself called did not do the same again. The group waits, and begins anew.
+        row.restart = RESTARTED
+        members.count_restart()
+        return
     if over:
         await group.end_rest(f"the group took over {spec.limits.group} s")
     elif failure is None:
@@ -65,6 +74,7 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
         group.fail_rest(failure)
     members.end_generating()
     await members.judge_group()
+    members.finished = True
 
 
 class _OpenGroup(LiveGroup):
@@ -140,7 +150,9 @@ class _OpenGroup(LiveGroup):
             )
         self._resampled[index] += 1
         self._begun.discard(index)
-        return self._members.replace(self._members.ended(index), RESAMPLED)
+        fresh = self._members.replace(self._members.ended(index), RESAMPLED)
+        begin_loop(fresh)
+        return fresh
 
     def drop(self, rollout: Rollout, reason: str = "dropped") -> None:
         index = self._index("drop()", rollout)
@@ -178,7 +190,7 @@ class _OpenGroup(LiveGroup):
             lost = Failure("loop", "the group loop returned and had it generate nothing")
             sample = freeze_rollout(rollout, Status.FAILED, lost)
         elif sample is None:
-            sample = freeze_rollout(rollout, Status.COMPLETED)
+            sample = self._members.as_it_was(freeze_rollout(rollout, Status.COMPLETED))
         self._begun.add(index)
         if sample.status is not Status.COMPLETED:
             self._members.put(sample)

@@ -202,7 +202,8 @@ def _task(
     task: WireTask, groups: Sequence[WireGroup], columns: Mapping[str, ColumnData]
 ) -> CheckpointTask:
     samples = [sample for group in groups for sample in group.samples]
-    journals = [journal for group in groups for journal in group.journals]
+    lives = [life.journal for group in groups for life in group.lives or ()]
+    journals = [j for group in groups for j in (*group.journals, *lives) if j is not None]
     turns = [turn for j in journals for context in j.contexts for _, _, turn in context.turns]
     calls = [call for journal in journals for call in journal.calls]
     partial = sum(turn[0] == "abort" for turn in turns)

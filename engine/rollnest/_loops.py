@@ -22,6 +22,7 @@ __all__ = [
     "ToolLoop",
     "as_loop",
     "overrides_generate_group",
+    "replays_groups",
 ]
 
 LoopFunction: TypeAlias = "Callable[[Rollout], Awaitable[None]]"
@@ -33,9 +34,12 @@ class AgentLoop(ABC):
 
     Attributes:
         tools: Tool schemas for the chat template, for prompts that bring none of their own.
+        replayable: Whether an overridden `generate_group` may run again from the top, given what its rollouts had,
+            when its group was cut; else the group begins anew as a whole.
     """
 
     tools: Sequence[Message] | None = None
+    replayable: bool = False
 
     @abstractmethod
     async def generate_sample(self, rollout: Rollout) -> None:
@@ -51,6 +55,10 @@ class AgentLoop(ABC):
         environment, run them one after the other, look at their verdicts, resample and drop; see `LiveGroup`. An error
         fails the members that have not ended yet. The engine doesn't know what the members share, so such a group is
         generated again as a whole where others keep members that are still good.
+
+        A loop whose `replayable` is true says that what it does follows from its group alone: from turns, results of
+        tools, verdicts, draws. A group of it that was cut goes on: this function runs again from the top, and all of
+        that is given to it again.
         """
         await group.each(group.run)
 
@@ -181,6 +189,11 @@ class _FunctionLoop(AgentLoop):
 def overrides_generate_group(loop: AgentLoop) -> bool:
     """Whether a loop generates its groups itself."""
     return type(loop).generate_group is not AgentLoop.generate_group
+
+
+def replays_groups(loop: AgentLoop) -> bool:
+    """Whether a loop generates its groups itself, and can be replayed."""
+    return loop.replayable and overrides_generate_group(loop)
 
 
 def as_loop(loop: AgentLoop | LoopFunction) -> AgentLoop:

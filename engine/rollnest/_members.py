@@ -21,6 +21,7 @@ from ._context import RolloutServices
 from ._gate import Limit, OverLimit
 from ._journal import Journal
 from ._judging import GroupJudging, Judging
+from ._lives import DIVERGED, GroupRecord, Life, Lives, LivesNote, as_it_was
 from ._records import Failure, FailureKind, Prompt, Sample, Status
 from ._response import token_column
 from ._rollout import (
@@ -28,6 +29,7 @@ from ._rollout import (
     begin_loop,
     freeze_rollout,
     give_up_rollout,
+    later_journal,
     must_restart,
     note_rollout,
     rollout_journal,
@@ -67,6 +69,8 @@ class Members:
         scope: Ends the group; the runner's.
         started: When it was begun.
         begun: In a group loop, indexes of the members that it ran; `None` where the engine runs them all at once.
+        lives: Of a group loop that can be replayed, all members that there were; else `None`.
+        finished: Whether a group loop has returned and its members are judged.
     """
 
     __slots__ = (
@@ -90,7 +94,9 @@ class Members:
         "_table",
         "_tasks",
         "begun",
+        "finished",
         "journals",
+        "lives",
         "rollouts",
         "row",
         "samples",
@@ -108,6 +114,7 @@ class Members:
         services: RolloutServices,
         judging: Judging | None,
         streak: FailureStreak,
+        replays: bool = False,
     ) -> None:
         self.row = row
         self.rollouts: dict[int, Rollout] = {}
@@ -116,6 +123,8 @@ class Members:
         self.journals: dict[int, Journal] = {}
         self.scope = services.gate.new_scope()
         self.begun: set[int] | None = None
+        self.lives = Lives(row.record) if replays else None
+        self.finished = False
         self.started = services.gate.clock()
         self._spec = spec
         self._table = table
@@ -143,6 +152,8 @@ class Members:
         for index, journal in self._left.items():
             self._places[index] = journal.place
         table.members += len(self._missing) - len(self._left.keys() & self._missing)
+        if self.lives is not None:
+            table.members -= sum(self.lives.is_known(index, 0) for index in self._missing)
 
     @property
     def count(self) -> int:
@@ -150,8 +161,21 @@ class Members:
         return len(self._indexes)
 
     @property
+    def held(self) -> int:
+        """How many members are in no other place of the books; those of a replayable loop leave at its end."""
+        if self.lives is None:
+            return self.count
+        return self.lives.count((index, self._places.get(index, 0)) for index in self._indexes)
+
+    @property
     def policy_tokens(self) -> int:
         """Tokens of the members, ended or not."""
+        if self.lives is not None:
+            return self._tokens + self.lives.hidden_tokens
+        return self._tokens
+
+    @property
+    def _tokens(self) -> int:
         frozen = self.unjudged | self.samples
         running = sum([r.policy_tokens for i, r in self.rollouts.items() if i not in frozen])
         if self._left:  # those that have no rollout yet
@@ -218,8 +242,10 @@ class Members:
         A judger that needs the policy is not waited for: the policy is paused.
         """
         self._evicted = True
-        if (at_once or not self._being_judged) and not self._has_ended:
-            self.scope.cancel()
+        if at_once or not self._being_judged:
+            in_group_loop = self.begun is not None and not self.finished
+            if not self._has_ended or (in_group_loop and (at_once or self.lives is not None)):
+                self.scope.cancel()
 
     def spare(self) -> None:
         """Takes an eviction back that has not cancelled it yet."""
@@ -285,7 +311,19 @@ class Members:
             limit = Limit(self._services.gate, seconds)
         try:
             while True:
+                if self.lives is not None:
+                    failed = self._failed_before(rollout, self.lives)
+                    if failed is not None and failed.left == RETRIED:
+                        self._may_retry(failed.sample, rollout.index)  # counts it again
+                        rollout = self.replace(failed.sample, RETRIED)
+                        continue
+                    if failed is not None:
+                        return self.put(failed.sample)
                 sample = await self._generate(rollout, limit)
+                if self.lives is not None:
+                    sample = self.as_it_was(sample)
+                    if sample.status is Status.FAILED and self._is_told(sample):
+                        return self.put(sample)  # its judger failed
                 if sample.status is not Status.FAILED:
                     return self.put(sample) if self._judging is None else await self.judge(sample)
                 in_time = limit is None or not limit.is_over
@@ -350,6 +388,33 @@ class Members:
             begin_loop(rollout)
             await self._spec.loop.generate_sample(rollout)
 
+    def _failed_before(self, rollout: Rollout, lives: Lives) -> Life | None:
+        """How a member failed when the loop ran before: it is not tried again. `None` if it did not."""
+        life = lives.recorded(rollout.index, self._places.get(rollout.index, 0))
+        if life is None or life.sample.failure is None or life.sample.failure.kind == "judge":
+            return None
+        sample = freeze_rollout(rollout, Status.ABORTED)  # with all that it had
+        failed = evolve(sample, status=Status.FAILED, failure=life.sample.failure)
+        return evolve(life, sample=as_it_was(failed, life))
+
+    def as_it_was(self, sample: Sample) -> Sample:
+        """How a member ended when the loop ran before, if it has come out the same; else the sample."""
+        if self.lives is None:
+            return sample
+        life = self.lives.recorded(sample.index, self._places.get(sample.index, 0))
+        before = as_it_was(sample, life)
+        judging = self._judging
+        by_group = judging is not None and judging.by_group
+        if before is sample or sample.status is not Status.COMPLETED or not by_group:
+            return before
+        # Its group's judger says it again.
+        return sample if before.failure is not None else evolve(before, verdict=None)
+
+    def _is_told(self, sample: Sample) -> bool:
+        if self.lives is None:
+            return False
+        return self.lives.is_told(sample, self._places.get(sample.index, 0))
+
     def over_limit(self, rollout: Rollout, message: str) -> Sample:
         """Ends a member that is over a limit: as failed, or completed with what it has."""
         may_finish = self._spec.limits.on_timeout == "finish" and not must_restart(rollout)
@@ -361,9 +426,13 @@ class Members:
     def _restart(self, rollout: Rollout) -> Rollout:
         """Puts another rollout in the place of one of which a tool did not do the same again; it begins anew."""
         index = rollout.index
+        place = self._places.get(index, 0)
         give_up_rollout(rollout)
-        del self._left[index]
-        self.rollouts[index] = fresh = self._rollout(index, self._places.get(index, 0))
+        if self.lives is None:
+            del self._left[index]
+        else:
+            self.lives.forget(index, place)
+        self.rollouts[index] = fresh = self._rollout(index, place)
         return fresh
 
     async def judge(self, sample: Sample) -> Sample:
@@ -394,6 +463,11 @@ class Members:
         if judging is None or not judging.by_group or not self.all_completed:
             return
         members = [self.samples[index] for index in sorted(self.samples)]
+        before = None if self.lives is None else self.lives.judged_before(members)
+        if before is not None:
+            for sample in before:
+                self.put(sample)
+            return
         self._being_judged += not judging.uses_policy
         try:
             judged = await judging.judge_group(members)
@@ -402,6 +476,8 @@ class Members:
                 judged = await judging.judge_group(members)
             for sample in judged:
                 self.put(sample)
+            if self.lives is not None:
+                self.lives.judged.append(tuple(judged))
         except BaseExceptionGroup as group:
             raise cancellation_alone(self._judger, group) from None
         finally:
@@ -422,7 +498,8 @@ class Members:
         if before is not None:  # kept from an earlier run, or waited for the group's judger
             self._count(before, -1)
         self._count(sample, 1)
-        if not self._waits(sample) and (before is None or self._waits(before)):
+        ends = not self._waits(sample) and (before is None or self._waits(before))
+        if ends and not self._is_told(sample):
             self._services.instruments.tell("sample_ended", sample)
             if sample.status is Status.COMPLETED:
                 self._streak.completed()
@@ -435,10 +512,9 @@ class Members:
     def leave(self, index: int, reason: str) -> Sample:
         """Takes a member out of the group. One that has not ended must not run; it is aborted."""
         sample = self.ended(index)
-        self._take(sample)
+        self._let_go(sample, reason)
         del self._indexes[index]
         self.rollouts.pop(index, None)
-        self._table.let_go(sample, reason)
         return sample
 
     def ended(self, index: int) -> Sample:
@@ -448,10 +524,9 @@ class Members:
     def replace(self, sample: Sample, reason: str) -> Rollout:
         """Takes a member out of the group and puts a fresh one in its place."""
         index = sample.index
-        self._take(sample)
-        self._table.let_go(sample, reason)
-        self._table.members += 1
+        self._let_go(sample, reason)
         self._places[index] = place = self._places.get(index, 0) + 1
+        self._table.members += self.lives is None or not self.lives.is_known(index, place)
         rollout = self.rollouts[index] = self._rollout(index, place)
         return rollout
 
@@ -471,9 +546,45 @@ class Members:
         for index, sample in self.samples.items():
             if self._waits(sample):
                 self._count(sample, -1)
-                self.samples[index] = _unjudged(sample)
-        self._take_out()
+                self.samples[index] = self.as_it_was(_unjudged(sample))
+        if self.lives is None or self.finished:
+            self._take_out()
         return [self.samples[index] for index in sorted(self._indexes)]
+
+    def end_lives(self) -> GroupRecord | None:
+        """What a group whose loop can be replayed leaves behind; synchronous, once it is frozen.
+
+        If its loop has finished, that is nothing: who has left is counted, and who was not come by again.
+        """
+        lives = self.lives
+        if lives is None:
+            return None
+        if not self.finished:
+            return lives.record(self._life(self.samples[index]) for index in sorted(self._indexes))
+        for life in lives.left.values():
+            self._table.let_go(life.sample, life.left or DIVERGED)
+        for life in lives.to_come:
+            self._services.counters.diverged += 1
+            self._table.let_go(life.sample, DIVERGED)
+        return None
+
+    def count_restart(self) -> None:
+        """Counts the members that begin anew because a tool did not do the same again."""
+        self._services.counters.restarted += self.count
+
+    def _life(self, sample: Sample, left: str | None = None) -> Life:
+        """A member that has ended, to be kept for when its loop runs again."""
+        index = sample.index
+        rollout = self.rollouts[index]
+        ended = sample.status in (Status.COMPLETED, Status.FAILED) and not self._waits(sample)
+        return Life(
+            sample=sample,
+            place=self._places.get(index, 0),
+            journal=later_journal(rollout, sample)(),
+            left=left,
+            member=left is None,
+            told=ended or left is not None,
+        )
 
     def note(self, now: float, *, whole: bool) -> GroupNote:
         """What there is of the group now, for a checkpoint; the group goes on.
@@ -501,7 +612,19 @@ class Members:
             seconds=row.seconds + now - self.started,
             expiries=row.expiries,
             tries=self.tries,
+            lives=self._note_lives(),
         )
+
+    def _note_lives(self) -> LivesNote | None:
+        if self.lives is None:
+            return None
+        frozen = self.unjudged | self.samples
+        journals = {
+            index: later_journal(rollout, frozen[index])
+            for index, rollout in self.rollouts.items()
+            if index in frozen
+        }
+        return self.lives.note(journals)
 
     @property
     def tries(self) -> Tries:
@@ -516,6 +639,9 @@ class Members:
         rollout, journal = self.rollouts.get(index), self._left.get(index)
         if rollout is not None:
             return note_rollout(rollout, now)
+        if self.lives is not None:
+            life = self.lives.recorded(index, self._places.get(index, 0))
+            journal = None if life is None else life.journal
         note = RolloutNote(index=index)
         return note if journal is None else play_later(note, journal)
 
@@ -530,7 +656,7 @@ class Members:
         if unjudged is not None:
             return _unjudged(unjudged)
         rollout = self._known(index)
-        sample = freeze_rollout(rollout, Status.ABORTED)
+        sample = self.as_it_was(freeze_rollout(rollout, Status.ABORTED))
         journal = rollout_journal(rollout, sample)
         if journal is not None:
             self.journals[index] = journal
@@ -591,6 +717,16 @@ class Members:
             self._noted = frozenset[FailureKind]({*self._noted, kind})
         self._streak.failed(sample.uid, failure)
 
+    def _let_go(self, sample: Sample, reason: str) -> None:
+        """Counts a member that leaves; of a loop that can be replayed only once the group is over."""
+        if self.lives is None:
+            self._take(sample)
+            self._table.let_go(sample, reason)
+            return
+        life = self._life(sample, reason)
+        self._take(sample)
+        self.lives.leave(life)
+
     def _take(self, sample: Sample) -> None:
         """Takes a sample out of those of the group; an instrument that has not heard of it does now."""
         index = sample.index
@@ -600,7 +736,8 @@ class Members:
         ended = self.samples.pop(index, None) is not None
         if ended:
             self._count(sample, -1)
-        if not ended or sample.status is Status.ABORTED or self._waits(sample):
+        told = ended and sample.status is not Status.ABORTED and not self._waits(sample)
+        if not told and not self._is_told(sample):
             self._services.instruments.tell("sample_ended", sample)
 
     def _waits(self, sample: Sample) -> bool:
@@ -622,6 +759,8 @@ class Members:
         row = self.row
         tools = row.prompt.tools or self._spec.loop.tools
         prompt_ids, journal = self._prompt_ids, self._left.get(index)
+        if self.lives is not None:
+            journal = self.lives.begin(index, place)
         if journal is not None and not prompt_ids:  # it never runs
             prompt_ids = journal.contexts[0].prompt_ids
         return Rollout(

@@ -47,6 +47,7 @@ __all__ = [
     "begin_loop",
     "freeze_rollout",
     "give_up_rollout",
+    "later_journal",
     "must_restart",
     "note_rollout",
     "rollout_journal",
@@ -98,6 +99,16 @@ def rollout_journal(rollout: Rollout, aborted: Sample) -> Journal | None:
         aborted: Its sample: it was cut.
     """
     return rollout._journal(aborted)  # pyright: ignore[reportPrivateUsage]
+
+
+def later_journal(rollout: Rollout, sample: Sample) -> Callable[[], Journal | None]:
+    """What makes the journal of a rollout that has ended, whenever it is called.
+
+    Args:
+        rollout: The rollout, frozen.
+        sample: Its sample.
+    """
+    return rollout._later_journal(sample)  # pyright: ignore[reportPrivateUsage]
 
 
 def note_rollout(rollout: Rollout, now: float) -> RolloutNote:
@@ -480,17 +491,19 @@ class Rollout:
         self._core.frozen = True
 
     def _journal(self, aborted: Sample) -> Journal | None:
+        return self._later_journal(aborted)()
+
+    def _later_journal(self, sample: Sample) -> Callable[[], Journal | None]:
         core = self._core
-        calls = () if self._log is None else self._log.calls.values()
-        journal = Journal.of(
-            aborted,
-            core.asked,
-            calls,
-            seed=self._seed,
-            attempts=core.attempts,
-            place=self._place,
-        )
-        return None if journal.is_empty else journal
+        asked = tuple(core.asked)
+        calls = () if self._log is None else tuple(self._log.calls.values())
+        seed, attempts, place = self._seed, core.attempts, self._place
+
+        def make() -> Journal | None:
+            journal = Journal.of(sample, asked, calls, seed=seed, attempts=attempts, place=place)
+            return None if journal.is_empty else journal
+
+        return make
 
     def _note(self, now: float) -> RolloutNote:
         core, replay = self._core, self._core.replay

@@ -28,6 +28,7 @@ from ._journal import (
     Request,
     Returned,
 )
+from ._lives import GroupRecord, Life
 from ._options import Sampling
 from ._records import Batch, Failure, Group, Prompt, Sample, Segment, Status, Turn, Verdict
 from ._response import CONTEXT_VERSION, Response
@@ -39,6 +40,7 @@ from ._wire import (
     WireEngine,
     WireGroup,
     WireJournal,
+    WireLife,
     WirePrompt,
     WireSample,
     WireTask,
@@ -274,7 +276,35 @@ class _Decoder:
                 {(index, cast("Any", kind)): n for index, kind, n in wire.failures},
                 frozenset(wire.gone),
             ),
+            record=None if wire.lives is None else self._record(wire, wire.lives, samples, prompt),
         )
+
+    def _record(
+        self,
+        wire: WireGroup,
+        lives: Sequence[WireLife],
+        samples: Sequence[Sample],
+        prompt: Prompt,
+    ) -> GroupRecord:
+        members = {sample.index: sample for sample in samples}
+        if sorted(life.index for life in lives if life.sample is None) != sorted(members):
+            raise ValueError(f"the members {sorted(members)} are not among those of its loop")
+
+        def life_of(one: WireLife) -> Life:
+            sample = one.sample
+            if sample is not None and sample.index != one.index:
+                raise ValueError(f"member {one.index} has the sample of member {sample.index}")
+            return Life(
+                sample=members[one.index] if sample is None else self._sample(sample, wire, prompt),
+                place=one.place,
+                journal=None if one.journal is None else self._journal(one.journal),
+                left=one.left,
+                member=sample is None,
+                told=one.told,
+            )
+
+        judged = [[self._sample(one, wire, prompt) for one in said] for said in wire.judged]
+        return GroupRecord([life_of(one) for one in lives], judged)
 
     def _sample(self, wire: WireSample, group: WireGroup, prompt: Prompt) -> Sample:
         segments = tuple(

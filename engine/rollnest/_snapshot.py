@@ -24,6 +24,7 @@ from ._checkpoint import Files
 from ._codecs import encode
 from ._columns import ColumnData, write_columns
 from ._journal import AS_THE_TASK, Journal, Judged, Outcome, Raised, RecordedCall, Returned
+from ._lives import Life
 from ._options import Sampling
 from ._records import Batch, Prompt, Sample, Turn, Verdict
 from ._response import Response
@@ -37,6 +38,7 @@ from ._wire import (
     WireFailure,
     WireGroup,
     WireJournal,
+    WireLife,
     WirePrompt,
     WireRequest,
     WireSample,
@@ -269,7 +271,7 @@ class _Encoder:
 
     def group(self, visit: Visit, *, named: bool) -> WireGroup:
         """One visit; its prompt is named by its uid, or given a number."""
-        group = visit.group
+        group, record = visit.group, visit.record
         return WireGroup(
             task=group.task,
             prompt=group.prompt.uid if named else self.prompt(group.prompt),
@@ -290,6 +292,19 @@ class _Encoder:
             places=list(visit.tries.places.items()),
             failures=[(i, kind, n) for (i, kind), n in visit.tries.failures.items()],
             gone=sorted(visit.tries.gone),
+            lives=None if record is None else [self._life(life) for life in record.lives],
+            judged=[[self._sample(s) for s in said] for said in record.judged] if record else [],
+        )
+
+    def _life(self, life: Life) -> WireLife:
+        index, journal = life.sample.index, life.journal
+        return WireLife(
+            index=index,
+            place=life.place,
+            sample=None if life.member else self._sample(life.sample),
+            journal=None if journal is None else self._journal(index, journal),
+            left=life.left,
+            told=life.told,
         )
 
     def _sample(self, sample: Sample) -> WireSample:

@@ -50,7 +50,8 @@ class TaskStatistics:
         members_live: In groups in flight.
         members_dropped: In dropped groups.
         members_shrunk: That left their group before it was delivered or dropped, by reason: the kind of their failure,
-            `"retried"`, `"redundant"`, `"refined"`, `"resampled"`, `"expired"`, or what a group loop said.
+            `"retried"`, `"redundant"`, `"refined"`, `"resampled"`, `"expired"`, `"diverged"`, or what a group loop
+            said.
         failures: Members that failed, by kind, those that were retried too.
         produced_samples: Samples that completed.
         tokens_committed: Tokens recorded in attempts.

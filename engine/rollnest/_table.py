@@ -24,6 +24,7 @@ from ._buffer import ReplayBuffer
 from ._capture import NO_TRIES, Place, Tries, Visit
 from ._figures import GroupFigures
 from ._journal import Journal
+from ._lives import GroupRecord
 from ._records import FailureKind, Group, Prompt, Sample, Status
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "EXPIRED_RETRIES",
     "FILTERED",
     "NEWER",
+    "RESTARTED",
     "GroupTable",
     "Row",
     "RowState",
@@ -82,6 +84,7 @@ class Row:
         kept: Members of an earlier run that are still good, by index.
         unjudged: Members of an earlier run that lack their verdict only, by index.
         journals: What members that were cut have left behind, by index: they go on from there.
+        record: What a group loop that was cut goes on from, if it can be replayed.
         group: The frozen members, once they have all ended.
         figures: Sums over them, once they are ready.
         expiries: How often it became too old.
@@ -99,6 +102,7 @@ class Row:
         "journals",
         "kept",
         "prompt",
+        "record",
         "restart",
         "seconds",
         "state",
@@ -114,6 +118,7 @@ class Row:
         self.kept: dict[int, Sample] = {}
         self.unjudged: dict[int, Sample] = {}
         self.journals: Mapping[int, Journal] = {}
+        self.record: GroupRecord | None = None
         self.group: Group | None = None
         self.expiries = 0
         self.in_tail = False
@@ -128,6 +133,13 @@ class Row:
         if self.group is None:
             raise RuntimeError(f"{self!r} has no frozen members")
         return self.group
+
+    @property
+    def held(self) -> Sequence[Sample]:
+        """The frozen members, and those that its loop keeps beside them; the row must have ended a run."""
+        if self.record is None:
+            return self.members.samples
+        return [*self.members.samples, *[life.sample for life in self.record.others]]
 
     def __repr__(self) -> str:
         return f"<Row {self.prompt.uid!r} visit {self.visit}: {self.state.value}>"
@@ -145,6 +157,7 @@ class _Waiting(NamedTuple):
     in_tail: bool
     restart: str | None
     tries: Tries
+    record: GroupRecord | None
 
 
 @frozen(eq=False)
@@ -166,7 +179,8 @@ class TableNote:
         for _, group, expiries, seconds in zip(*self.ready, strict=True):
             assert group is not None
             yield Visit(place="ready", group=group, expiries=expiries, seconds=seconds)
-        for place, _, group, journals, expiries, seconds, in_tail, restart, tries in self.waiting:
+        for waiting in self.waiting:
+            place, _, group, journals, expiries, seconds, in_tail, restart, tries, record = waiting
             assert group is not None
             yield Visit(
                 place=place,
@@ -177,6 +191,7 @@ class TableNote:
                 in_tail=in_tail,
                 restart=restart,
                 tries=tries,
+                record=record,
             )
 
 
@@ -229,6 +244,7 @@ class GroupTable:
         tail_batch: int | None = None,
         freshest_first: bool = False,
         restart_whole: bool = False,
+        replays_groups: bool = False,
         max_token_lag: int | None = None,
     ) -> None:
         self.task = task
@@ -251,6 +267,7 @@ class GroupTable:
         self.shrunk: Counter[str] = Counter()
         self.failures: Counter[FailureKind] = Counter()
         self._restart_whole = restart_whole  # whether rows that are drawn again keep no member
+        self._replays_groups = replays_groups  # but for those that their loop goes on with
         self._max_staleness = max_staleness
         self._max_token_lag = max_token_lag  # older tokens are masked; `None` masks none
         self._retries = retries  # of a row that has become too old
@@ -301,6 +318,10 @@ class GroupTable:
             row = self._buffer.take_waiting(everything=everything)
         if row is None:
             return None
+        if row.record is not None:
+            if self._goes_on(row, version):
+                return self._put_in_flight(row)
+            self._give_up_others(row)
         journals: dict[int, Journal] = {}
         for sample in self._aged(row, version):
             is_old = self._masked(sample, version).lag(version) > self._max_staleness
@@ -323,13 +344,31 @@ class GroupTable:
                 if status is Status.EXPIRED:
                     self.expired_tokens += sample.policy_tokens
         row.journals = journals
-        row.group = None
         if row.restart is not None:
             row.restart, row.tries = None, NO_TRIES
+        return self._put_in_flight(row)
+
+    def _put_in_flight(self, row: Row) -> Row:
+        row.group = None
         row.state = RowState.FLIGHT
         self.flight[row.visit] = row
         self.redrawn += 1
         return row
+
+    def _goes_on(self, row: Row, version: int) -> bool:
+        """Whether a row's loop goes on from its record: it can, and no member has become too old."""
+        if row.restart is not None or not self._replays_groups:
+            return False
+        return all(
+            self._masked(sample, version).lag(version) <= self._max_staleness
+            for sample in row.members.samples
+        )
+
+    def _give_up_others(self, row: Row) -> None:
+        """Counts the members that its loop kept beside those of the group."""
+        record, row.record = row.record, None
+        for life in () if record is None else record.others:
+            self.let_go(life.sample, life.left or row.restart or RESTARTED)
 
     def settle(
         self,
@@ -338,6 +377,9 @@ class GroupTable:
         seconds: float,
         journals: Mapping[int, Journal] | None = None,
         tries: Tries = NO_TRIES,
+        *,
+        record: GroupRecord | None = None,
+        cut: bool = False,
     ) -> str:
         """Ends a row's run, by what became of its members.
 
@@ -349,6 +391,8 @@ class GroupTable:
             seconds: How long the run took.
             journals: What those of them that were cut have left behind, by index.
             tries: What it has used up; kept if it was cut.
+            record: What a group loop that was cut goes on from, if it can be replayed.
+            cut: Whether a group loop was cut: it waits, though every member may have ended.
 
         Returns:
             `"ready"`, `"waiting"`, or the reason it was dropped.
@@ -356,9 +400,10 @@ class GroupTable:
         del self.flight[row.visit]
         self._leave_tail(row)
         row.kept, row.unjudged, row.journals, row.tries = {}, {}, {}, NO_TRIES
+        row.record = record
         row.seconds += seconds
         row.group = group = Group(self.task, row.prompt, row.visit, samples)
-        match group.status:
+        match Status.ABORTED if cut else group.status:
             case Status.COMPLETED:
                 self.forgive()
                 self._put(row, group)
@@ -375,8 +420,8 @@ class GroupTable:
                 return FILTERED
             case _:
                 row.state = RowState.WAITING
-                row.journals = journals or {}
-                row.tries = tries
+                if record is None:  # else it has them
+                    row.journals, row.tries = journals or {}, tries
                 self._buffer.wait_cut(row)
                 return "waiting"
 
@@ -463,7 +508,16 @@ class GroupTable:
         places: tuple[Place, ...] = ("held", "expired", "cut")
         waiting = [
             _Waiting(
-                place, r, r.group, r.journals, r.expiries, r.seconds, r.in_tail, r.restart, r.tries
+                place,
+                r,
+                r.group,
+                r.journals,
+                r.expiries,
+                r.seconds,
+                r.in_tail,
+                r.restart,
+                r.tries,
+                r.record,
             )
             for place, rows in zip(places, self._buffer.waiting_rows(), strict=True)
             for r in rows
@@ -487,7 +541,7 @@ class GroupTable:
         row.group = visit.group
         row.journals = visit.journals
         row.expiries, row.seconds, row.restart = visit.expiries, visit.seconds, visit.restart
-        row.tries = visit.tries
+        row.tries, row.record = visit.tries, visit.record
         newest = visit.newest_version
         is_newer = newest is not None and newest > version
         if visit.place == "delivered":
@@ -532,6 +586,7 @@ class GroupTable:
 
     def _drop(self, row: Row, reason: str) -> None:
         row.state = RowState.DROPPED
+        self._give_up_others(row)
         self.dropped[reason] += 1
         self.dropped_in_a_row[reason] += 1
         self.dropped_tokens += _tokens(row)

@@ -174,6 +174,9 @@ class TaskSpec:
             raise ValueError(
                 f"failures.min_members must be <= group_size {self.group_size}, got {least}"
             )
+        replayable: Any = self.loop.replayable
+        if replayable not in (True, False):
+            raise TypeError(f"loop.replayable must be a bool, got {replayable!r}")
         if self.redundancy and overrides_generate_group(self.loop):
             raise ValueError(
                 f"redundancy must be 0 for a loop that overrides generate_group and can resample itself, "

@@ -28,6 +28,7 @@ __all__ = [
     "WireEngine",
     "WireGroup",
     "WireJournal",
+    "WireLife",
     "WirePrompt",
     "WireSample",
     "WireTask",
@@ -128,6 +129,18 @@ class WireJournal:
 
 
 @frozen(kw_only=True)
+class WireLife:
+    """A member that a group loop comes by again; without a sample, the one with this index in the group."""
+
+    index: int
+    place: int = 0
+    sample: WireSample | None = None
+    journal: WireJournal | None = None
+    left: str | None = None
+    told: bool = False
+
+
+@frozen(kw_only=True)
 class WireGroup:
     """One visit of a prompt; the prompt is its uid, or its number among those that are in the checkpoint."""
 
@@ -150,6 +163,8 @@ class WireGroup:
     places: list[tuple[int, int]] = field(factory=list[tuple[int, int]])
     failures: list[tuple[int, str, int]] = field(factory=list[tuple[int, str, int]])
     gone: list[int] = field(factory=list[int])
+    lives: list[WireLife] | None = None
+    judged: list[list[WireSample]] = field(factory=list[list[WireSample]])
 
 
 @frozen(kw_only=True)
