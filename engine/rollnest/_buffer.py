@@ -6,17 +6,41 @@ expired, then those that were cut. With a tail batch, expired rows are held back
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
-from operator import itemgetter
 from typing import Generic, TypeVar
 
 __all__ = ["ReplayBuffer"]
 
-_ROW = itemgetter(1)
-
 T = TypeVar("T")
+
+
+class _Rows(Generic[T]):
+    """Ready rows of one age, in the order in which they were drawn. Most end in that order, so most go to the end."""
+
+    __slots__ = ("rows", "visits")
+
+    def __init__(self) -> None:
+        self.rows: list[T] = []
+        self.visits: list[int] = []
+
+    def put(self, row: T, visit: int) -> None:
+        """Takes a row in."""
+        visits = self.visits
+        if not visits or visit > visits[-1]:
+            visits.append(visit)
+            self.rows.append(row)
+        else:
+            place = bisect(visits, visit)
+            visits.insert(place, visit)
+            self.rows.insert(place, row)
+
+    def take(self, count: int) -> list[T]:
+        """Takes out up to `count` rows, those that were drawn first."""
+        rows = self.rows[:count]
+        del self.rows[:count], self.visits[:count]
+        return rows
 
 
 class ReplayBuffer(Generic[T]):
@@ -30,7 +54,7 @@ class ReplayBuffer(Generic[T]):
         self.ready: int = 0
         self._tail_batch = tail_batch
         self._freshest_first = freshest_first
-        self._by_version: dict[int, list[tuple[int, T]]] = {}  # heaps by visit; versions are few
+        self._by_version: dict[int, _Rows[T]] = {}  # versions are few
         self._held: deque[T] = deque()  # expired, until they are a tail batch
         self._expired: deque[T] = deque()
         self._cut: deque[T] = deque()
@@ -46,8 +70,8 @@ class ReplayBuffer(Generic[T]):
         return len(self._held) + len(self._expired)
 
     def __iter__(self) -> Iterator[T]:
-        for _, heap in sorted(self._by_version.items()):
-            yield from (row for _, row in heap)
+        for _, ready in sorted(self._by_version.items()):
+            yield from ready.rows
         yield from self._held
         yield from self._expired
         yield from self._cut
@@ -58,11 +82,14 @@ class ReplayBuffer(Generic[T]):
 
     def ready_rows(self) -> list[T]:
         """Ready rows."""
-        return [row for heap in self._by_version.values() for _, row in heap]
+        return [row for ready in self._by_version.values() for row in ready.rows]
 
     def put(self, row: T, version: int, visit: int) -> None:
         """Takes in a ready row whose oldest trainable token is of `version`."""
-        heappush(self._by_version.setdefault(version, []), (visit, row))
+        ready = self._by_version.get(version)
+        if ready is None:
+            ready = self._by_version[version] = _Rows()
+        ready.put(row, visit)
         self.ready += 1
 
     def take(self, count: int) -> list[T]:
@@ -119,11 +146,9 @@ class ReplayBuffer(Generic[T]):
 
     def _take(self, version: int, count: int | None = None) -> list[T]:
         """Takes out up to `count` rows of one age, those that were drawn first; all without a `count`."""
-        heap = self._by_version[version]
-        if count is None or count >= len(heap):
+        ready = self._by_version[version]
+        rows = ready.rows if count is None else ready.take(count)
+        if count is None or not ready.rows:
             del self._by_version[version]
-            rows = list(map(_ROW, sorted(heap)))
-        else:
-            rows = [heappop(heap)[1] for _ in range(count)]
         self.ready -= len(rows)
         return rows

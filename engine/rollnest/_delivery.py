@@ -141,7 +141,7 @@ class Delivery:
         self.expire(version)
         shares = self.plan(groups)
         missing = [n for n, share in shares.groups.items() if self._tables[n].ready < share]
-        if not all(self._is_exhausted(name) for name in missing):
+        if missing and not all(map(self._is_exhausted, missing)):
             return None
         rows = {name: self._tables[name].take(share) for name, share in shares.groups.items()}
         taken = sum(map(len, rows.values()))

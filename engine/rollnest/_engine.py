@@ -135,6 +135,7 @@ class _Parts:
     judging_of: Callable[[TaskSpec], Judging | None]
     evaluations: Evaluations
     lag: LagWatch
+    stall: StallWatch
     saver: Saver
 
 
@@ -499,6 +500,7 @@ class Engine:
             with self._production:
                 async with create_task_group() as producers:
                     producers.start_soon(parts.prober.run, name="rollnest prober")
+                    producers.start_soon(parts.stall.run, name="rollnest stall watch")
                     for name, producer in parts.producers.items():
                         producers.start_soon(producer.run, name=f"producer {name}")
                 if not self._production.cancel_called:
@@ -571,7 +573,7 @@ class Engine:
                 )
             return self._handed_over(parts, batch)
         self._consumer = n, parts.gate.clock()
-        watch = StallWatch(parts.gate, self._stall_after, wake=self._ready.ring)
+        parts.stall.begin()
         try:
             while True:
                 batch = parts.delivery.take(n, parts.gate.version)
@@ -580,12 +582,10 @@ class Engine:
                 self._demand(parts, parts.delivery.plan(n).groups)
                 _check_starved(parts.producers)
                 _check_stuck(parts, n)
-                with watch.patience():
-                    await self._ready.wait()
+                await self._ready.wait()
                 self._usable()
-                if (seconds := watch.stalled()) is not None:
-                    self._tell_stall(StallReport(seconds, self.tree()))
         finally:
+            parts.stall.end()
             self._consumer = None
             self._demand(parts, {})
 
@@ -1151,6 +1151,7 @@ class Engine:
             judging_of=judging_of,
             evaluations=evaluations,
             lag=lag,
+            stall=StallWatch(gate, self._stall_after, self._tell_stall),
             saver=Saver(
                 self._run,
                 seed=self._seed,
@@ -1198,7 +1199,8 @@ class Engine:
         parts.admission.changed(task)
         parts.eviction.settled()
 
-    def _tell_stall(self, report: StallReport) -> None:
+    def _tell_stall(self, seconds: float) -> None:
+        report = StallReport(seconds, self.tree())
         _log.warning("%s\n  print(engine.tree()) shows everything", report)
         self._instruments.tell("stalled", report)
 
