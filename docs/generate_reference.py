@@ -28,6 +28,7 @@ MODULES = [
     "rollnest.errors",
     "rollnest.advantages",
     "rollnest.filters",
+    "rollnest.hosting",
     "rollnest.testing",
     "rollnest.testing.strategies",
     "rollnest.testing.servers",

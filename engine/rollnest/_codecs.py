@@ -22,6 +22,7 @@ __all__ = [
     "decode",
     "encode",
     "fingerprint",
+    "is_plain",
     "register_codec",
     "same",
     "unrecordable_return",
@@ -135,6 +136,18 @@ def decode(plain: Plain) -> Any:
         return _BY_NAME[plain.name].decode(decode(plain.value))
     except Exception as error:
         raise LoopError(f"the codec of {plain.name} can't decode what it encoded") from error
+
+
+def is_plain(value: object) -> bool:
+    """Whether it is what `encode` returns."""
+    if isinstance(value, list):
+        return all(map(is_plain, cast("list[object]", value)))
+    if isinstance(value, dict):
+        items = cast("dict[object, object]", value).items()
+        return all(type(key) is str and is_plain(item) for key, item in items)
+    if isinstance(value, Coded):
+        return is_plain(value.value)
+    return type(value) in _SCALARS
 
 
 def same(one: Plain, other: Plain) -> bool:

@@ -1,7 +1,7 @@
 """The engine: owns everything that runs, and is the only owner.
 
     engine's task group
-        controller          entered first, left last, in a task of its own
+        controller          entered first, left last, in a task of its own; so are agent loops that have a block
         production          one scope, cancelled when the block is left or the engine breaks
             producer per task
                 group
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from enum import Enum
 from functools import partial
 from os import PathLike, fspath
@@ -56,7 +56,7 @@ from ._group import GroupRunner
 from ._instruments import Instruments
 from ._judging import Judging
 from ._lag import LagWatch
-from ._loops import overrides_generate_group, replays_groups
+from ._loops import AgentLoop, overrides_generate_group, replays_groups
 from ._options import Capacity, Sampling
 from ._outage import Outage
 from ._pause import Pause, PauseContext
@@ -477,11 +477,14 @@ class Engine:
             self._check_whole()
 
     async def _host_controller(self, *, task_status: TaskStatus[None]) -> None:
-        """Keeps the controller open until production is over."""
+        """Keeps the controller open until production is over, and agent loops that have a block of their own."""
         opened = False
         with self._lifetime as lifetime:
             try:
-                async with self._controller:
+                async with self._controller, AsyncExitStack() as loops:
+                    for loop in {id(s.loop): s.loop for s in self._specs}.values():
+                        if isinstance(loop, AbstractAsyncContextManager):
+                            await loops.enter_async_context(loop)
                     opened = True
                     task_status.started()
                     await self._production_over.wait()
@@ -490,7 +493,7 @@ class Engine:
             except Exception as error:
                 if not opened:
                     raise  # the error belongs to whoever enters the engine
-                self._break("the controller failed", error)
+                self._break("the controller, or what runs the agent loops, failed", error)
         if lifetime.cancelled_caught:
             _log.warning("the controller did not close within %s s", self._exit_grace)
 
@@ -785,12 +788,19 @@ class Engine:
             patience=patience,
             break_engine=self._break,
         )
-        if not await parts.evaluations.run(evaluation):
+        async with AsyncExitStack() as loops:
+            if isinstance(spec.loop, AbstractAsyncContextManager) and not self._opens(spec.loop):
+                await loops.enter_async_context(spec.loop)
+            ended = await parts.evaluations.run(evaluation)
+        if not ended:
             self._usable()
             raise RuntimeError("an evaluation was ended by nobody")
         result = evaluation.result()
         self._instruments.tell("evaluation_ended", result)
         return result
+
+    def _opens(self, loop: AgentLoop) -> bool:
+        return any(spec.loop is loop for spec in self._specs)
 
     def _spec(self, task: TaskSpec | str) -> TaskSpec:
         if isinstance(task, TaskSpec):

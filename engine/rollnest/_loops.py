@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from ._checks import check_whole
 from ._live import LiveGroup
-from ._records import Message, ToolCall
+from ._records import Message, Prompt, ToolCall
 from ._rollout import Rollout
 from ._tools import HermesToolParser, Tool, ToolParser, checked_call
 from .errors import LoopError, ToolError
@@ -61,6 +61,9 @@ class AgentLoop(ABC):
         that is given to it again.
         """
         await group.each(group.run)
+
+    def check_prompt(self, prompt: Prompt) -> None:  # noqa: B027  (nothing to be said by default)
+        """Raises if it can't be used with such a prompt; asked about a task's first one, when the task is described."""
 
 
 class SingleTurnLoop(AgentLoop):

@@ -40,7 +40,16 @@ from ._streak import FailureStreak
 from ._table import GroupTable, Row
 from ._task import TaskSpec
 from ._tree import GroupTree, SampleTree, Wait
-from .errors import DataError, InferenceError, JudgeError, LoopError, ToolError, describe, leaves
+from .errors import (
+    DataError,
+    HostLost,
+    InferenceError,
+    JudgeError,
+    LoopError,
+    ToolError,
+    describe,
+    leaves,
+)
 
 __all__ = ["Members", "cancellation_alone", "kind_of"]
 
@@ -51,6 +60,9 @@ Ts = TypeVarTuple("Ts")
 
 RETRIED = "retried"
 """Why a member left that failed, and for which another one was begun."""
+
+_LOSSES = 3
+"""How often a member's loop may be lost with what ran it. A loop that brings that down itself would do so for ever."""
 
 _NO_IDS = memoryview(array("i")).toreadonly()
 _GROUP = -1  # in the place of an index: the members' common judgement
@@ -376,17 +388,39 @@ class Members:
         return freeze_rollout(self.rollouts[rollout.index], status, failure)
 
     async def _run_loop(self, rollout: Rollout) -> None:
-        """Runs the loop, and on another rollout in its place if a tool did not do the same again."""
-        begin_loop(rollout)
-        try:
-            await self._spec.loop.generate_sample(rollout)
-        except Exception:
-            if not must_restart(rollout):
-                raise
-        if must_restart(rollout):
-            rollout = self._restart(rollout)
+        """Runs the loop, and on another rollout in its place where it has to run again.
+
+        If a tool did not do the same again, that one begins anew. If what ran the loop is gone, it goes on from the
+        journal.
+        """
+        losses = 0
+        while True:
             begin_loop(rollout)
-            await self._spec.loop.generate_sample(rollout)
+            try:
+                await self._spec.loop.generate_sample(rollout)
+            except HostLost as lost:
+                if not must_restart(rollout):
+                    losses += 1
+                    if losses > _LOSSES:
+                        raise LoopError(
+                            f"what ran the agent loop was lost {losses} times; {describe(lost)}"
+                        ) from lost
+                    rollout = self._run_again(rollout)
+                    continue
+            except Exception:
+                if not must_restart(rollout):
+                    raise
+            if not must_restart(rollout):
+                return
+            rollout = self._restart(rollout)
+
+    def _run_again(self, rollout: Rollout) -> Rollout:
+        """Puts another rollout in the place of one whose loop was lost; it goes on from what that one left behind."""
+        index = rollout.index
+        journal = rollout_journal(rollout, freeze_rollout(rollout, Status.ABORTED))
+        place = self._places.get(index, 0)
+        self.rollouts[index] = again = self._rollout_from(journal, index, place)
+        return again
 
     def _failed_before(self, rollout: Rollout, lives: Lives) -> Life | None:
         """How a member failed when the loop ran before: it is not tried again. `None` if it did not."""
@@ -429,7 +463,7 @@ class Members:
         place = self._places.get(index, 0)
         give_up_rollout(rollout)
         if self.lives is None:
-            del self._left[index]
+            self._left.pop(index, None)
         else:
             self.lives.forget(index, place)
         self.rollouts[index] = fresh = self._rollout(index, place)
@@ -756,11 +790,13 @@ class Members:
     # Rollouts
 
     def _rollout(self, index: int, place: int = 0) -> Rollout:
-        row = self.row
-        tools = row.prompt.tools or self._spec.loop.tools
-        prompt_ids, journal = self._prompt_ids, self._left.get(index)
         if self.lives is not None:
-            journal = self.lives.begin(index, place)
+            return self._rollout_from(self.lives.begin(index, place), index, place)
+        return self._rollout_from(self._left.get(index), index, place)
+
+    def _rollout_from(self, journal: Journal | None, index: int, place: int) -> Rollout:
+        row, prompt_ids = self.row, self._prompt_ids
+        tools = row.prompt.tools or self._spec.loop.tools
         if journal is not None and not prompt_ids:  # it never runs
             prompt_ids = journal.contexts[0].prompt_ids
         return Rollout(

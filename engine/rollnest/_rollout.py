@@ -6,7 +6,8 @@ when the loop returns.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from inspect import iscoroutinefunction
@@ -16,7 +17,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast, overload
 from anyio.lowlevel import checkpoint
 
 from ._capture import ContextNote, RolloutNote, within
-from ._codecs import decode, encode, fingerprint, same, unrecordable_return
+from ._codecs import Plain, decode, encode, fingerprint, same, unrecordable_return
 from ._context import Context, RolloutCore, RolloutServices, freeze_context, note_context
 from ._gate import OverLimit
 from ._journal import (
@@ -47,10 +48,12 @@ __all__ = [
     "begin_loop",
     "freeze_rollout",
     "give_up_rollout",
+    "in_tool",
     "later_journal",
     "must_restart",
     "note_rollout",
     "rollout_journal",
+    "tool_identity",
     "tool_key",
 ]
 
@@ -78,6 +81,16 @@ def tool_key() -> str:
         return _tool_key.get()
     except LookupError:
         raise LoopError("tool_key() outside of a tool that rollout.tool() called") from None
+
+
+@contextmanager
+def in_tool(key: str) -> Generator[None]:
+    """Says what `tool_key()` returns in the block."""
+    token = _tool_key.set(key)
+    try:
+        yield
+    finally:
+        _tool_key.reset(token)
 
 
 def freeze_rollout(rollout: Rollout, status: Status, failure: Failure | None = None) -> Sample:
@@ -176,7 +189,7 @@ class Rollout:
         uid = f"{services.task}/{prompt.uid}/{visit}/{index}"
         if place:  # a fresh one in the place of another, with seeds of its own
             uid = f"{uid}.{place}"
-        self._core = core = RolloutCore(services, prompt, uid)
+        self._core = core = self._make_core(services, prompt, uid)
         self._visit = visit
         self._index = index
         self._place = place
@@ -194,6 +207,9 @@ class Rollout:
         self._judging = judging
         self._scored: Verdict | None = None
         self._judged: tuple[Verdict, int] | None = None  # with how many turns the judger saw
+
+    def _make_core(self, services: RolloutServices, prompt: Prompt, uid: str) -> RolloutCore:
+        return RolloutCore(services, prompt, uid)
 
     # What a loop may look at
 
@@ -339,6 +355,18 @@ class Rollout:
 
         Cancellation: an async tool is cancelled; a sync one's thread is abandoned.
         """
+        name = self._check_tool(function, replay, on_unknown)
+
+        async def call(_: str) -> tuple[Any, Plain]:
+            answer = await self._call_tool(name, function, *args)
+            return answer, encode(answer, f"tool {name} returned")
+
+        return await self._use_tool(
+            name, tool_identity(function, args), replay=replay, on_unknown=on_unknown, call=call
+        )
+
+    def _check_tool(self, function: Callable[..., object], replay: str, on_unknown: str) -> str:
+        """Checks what is asked for before anything is recorded; returns the tool's name."""
         check_tool_options(replay, on_unknown)
         name = getattr(function, "__name__", repr(function))
         unrecordable = unrecordable_return(function)
@@ -347,8 +375,28 @@ class Rollout:
                 f"tool {name} returns a {unrecordable}, which a journal can't hold; return JSON values or bytes, or "
                 "tell rollnest how with register_codec()"
             )
-        call, is_recorded = self._begin_call("tool", *_identity(function, args))
-        before = call.outcome
+        return name
+
+    async def _use_tool(
+        self,
+        name: str,
+        asked: tuple[str, str],
+        *,
+        replay: ToolReplay,
+        on_unknown: OnUnknown,
+        call: Callable[[str], Awaitable[tuple[Any, Plain]]],
+    ) -> Any:
+        """Calls a tool that is known by its name and a fingerprint of what it is given, or gives its record again.
+
+        Args:
+            name: What it is called in messages.
+            asked: What tells its calls apart.
+            replay: As for `tool`.
+            on_unknown: As for `tool`.
+            call: Calls it, under this key; returns its answer, and that as a journal holds it.
+        """
+        recorded, is_recorded = self._begin_call("tool", *asked)
+        before = recorded.outcome
         if is_recorded and before is None and on_unknown == "fail":
             message = (
                 f"tool {name} ran when its rollout was cut, and nobody knows whether it took effect"
@@ -359,20 +407,18 @@ class Rollout:
         if before is not None and replay == "recorded":
             await checkpoint()
             return _result(before, ToolError)
-        key = f"{self.uid}/{call.begun}"
-        token = _tool_key.set(key)
+        key = f"{self.uid}/{recorded.begun}"
         self._core.services.instruments.tell("tool_started", key, name, before is not None)
         after: Outcome
         try:
-            answer = await self._call_tool(name, function, *args)
-            after = Returned(encode(answer, f"tool {name} returned"))
+            with in_tool(key):
+                answer, plain = await call(key)
+            after = Returned(plain)
         except ToolError as error:
             after = Raised(str(error))
-            self._end_call(call, name, before, after)
+            self._end_call(recorded, name, before, after)
             raise
-        finally:
-            _tool_key.reset(token)
-        self._end_call(call, name, before, after)
+        self._end_call(recorded, name, before, after)
         return answer
 
     async def _call_tool(self, name: str, function: Callable[[*Ts], Any], *args: *Ts) -> Any:
@@ -718,7 +764,7 @@ class Rollout:
         return None
 
 
-def _identity(function: Callable[..., object], args: Sequence[object]) -> tuple[str, str]:
+def tool_identity(function: Callable[..., object], args: Sequence[object]) -> tuple[str, str]:
     """A tool's name and a fingerprint of what it is given, the same whenever the loop runs."""
     while isinstance(function, partial):
         bound = cast("partial[object]", function)

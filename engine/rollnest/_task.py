@@ -182,6 +182,8 @@ class TaskSpec:
                 f"redundancy must be 0 for a loop that overrides generate_group and can resample itself, "
                 f"got {self.redundancy} and {self.loop!r}"
             )
+        if isinstance(self.prompts, Sequence):
+            self.loop.check_prompt(self.prompts[0])
         if self.epochs is not None and not isinstance(self.prompts, Sequence):
             raise ValueError(
                 f"epochs must be None where prompts is a PromptSource, got {self.epochs}: a source ends by itself"

@@ -6,6 +6,7 @@
     │   └── ToolError         a tool of the loop raised or timed out
     ├── JudgeError            the judger gave no usable verdict              (becomes a FAILED sample)
     ├── DataError             the prompt can't be used                       (becomes a FAILED sample)
+    ├── HostLost              what ran an agent loop is gone; it runs again, from its journal
     ├── UnsupportedSampling   the controller can't honour these sampling parameters
     ├── WeightUpdateFailed    new weights did not load; says what the policy holds now
     ├── PauseFailed           the controller did not confirm a pause; production went on
@@ -36,6 +37,7 @@ __all__ = [
     "EngineBusy",
     "EngineClosed",
     "EvaluationCancelled",
+    "HostLost",
     "InferenceError",
     "JudgeError",
     "LoopError",
@@ -97,6 +99,15 @@ class JudgeError(RollnestError):
 
 class DataError(RollnestError):
     """A prompt can't be used: it is empty, or leaves no room in the context."""
+
+
+class HostLost(RollnestError):
+    """What ran an agent loop, a process or a machine, is gone; the sample has not failed.
+
+    A loop that runs its work elsewhere raises it. The engine runs the loop again, on a rollout that has everything the
+    lost one had: turns, results of tools, verdicts. A tool that was running counts as not known to have taken effect.
+    After three times, the sample fails.
+    """
 
 
 class UnsupportedSampling(RollnestError, ValueError):
