@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import anyio
@@ -366,10 +367,16 @@ def test_a_hosted_loop_is_interrupted_at_every_step() -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (Ask(1, 0, 0, [Appended(7, [1])], Generate(0, None, None)), "names context 7 of 1"),
+        (
+            Ask(1, 0, 0, [Appended(7, array("i", [1]))], Generate(0, None, None)),
+            "names context 7 of 1",
+        ),
         (Ask(1, 0, 0, [], Generate(-1, None, None)), "names context -1 of 1"),
-        (Ask(1, 0, 0, [Appended(0, [5000])], Generate(0, None, None)), "outside the vocabulary"),
-        (Ended(1, [Appended(0, [-5])]), "must be >= 0"),
+        (
+            Ask(1, 0, 0, [Appended(0, array("i", [5000]))], Generate(0, None, None)),
+            "outside the vocabulary",
+        ),
+        (Ended(1, [Appended(0, array("i", [-5]))]), "must be >= 0"),
     ],
 )
 async def test_what_a_host_says_is_checked_before_it_changes_anything(
