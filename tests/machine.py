@@ -54,6 +54,7 @@ from rollnest.errors import (
 from rollnest.testing import assert_conserved, virtual_backends
 
 from .machine_model import CALM, FAULTS, Mood, Plan, Server, Watcher, World
+from .machine_saves import SavedRun
 
 __all__ = ["ENDS", "MODES", "RULES", "STATES", "Setting", "Step", "play", "runs"]
 
@@ -106,6 +107,10 @@ class Setting:
 
 class Boom(Exception):
     """An error of the user's own."""
+
+
+class Replaced(Exception):
+    """The engine is left, and another one goes on from a checkpoint."""
 
 
 class _Consumer:
@@ -173,20 +178,9 @@ class Machine:
         plans = {f"t{i}": plan for i, plan in enumerate(setting.plans)}
         self.world = World(plans, setting.capacity, setting.seed, fired)
         self.world.mood = setting.mood
-        self.server = Server(self.world)
-        self.engine = Engine(
-            self.server,
-            [self.world.spec(name) for name in plans],
-            batch_size=setting.batch_size,
-            publish_every=setting.publish_every,
-            capacity=setting.capacity,
-            control_timeout=2.0,
-            outage=_OUTAGE,
-            seed=setting.seed,
-            instruments=[Watcher(self.world)],
-        )
-        self.world.on_closed = self._meet
-        self.world.had_failures = lambda: self.engine.statistics().failed_requests > 0
+        self._make_engine()
+        self.saved: SavedRun | None = None
+        self.replacing: int | None = None  # what the trainer has trained, as `do_restore` said
         self.consumer: _Consumer | None = None
         self.evaluator: _Evaluator | None = None
         self.pauser: _Pauser | None = None
@@ -196,58 +190,99 @@ class Machine:
         self.error: BaseException | None = None
         self.trail: list[object] = []
 
+    def _make_engine(self) -> None:
+        world, setting = self.world, self.setting
+        self.server = Server(world)
+        self.engine = Engine(
+            self.server,
+            [world.spec(name) for name in world.visits],
+            batch_size=setting.batch_size,
+            publish_every=setting.publish_every,
+            capacity=setting.capacity,
+            control_timeout=2.0,
+            outage=_OUTAGE,
+            seed=setting.seed,
+            instruments=[Watcher(world)],
+        )
+        world.on_closed = self._meet
+        engine = self.engine
+        world.had_failures = lambda: engine.statistics().failed_requests > 0
+
     # The frame
 
     async def run(self, steps: Sequence[Step]) -> None:
         """Plays all steps, leaves the engine, and checks what is left."""
-        end = self.setting.end
         with fail_after(10 * _LONG):
             async with create_task_group() as self.tasks:
-                try:
-                    with CancelScope() as whole:
-                        async with self.engine:
-                            try:
-                                for step in steps:
-                                    self.trail.append(step)
-                                    await getattr(self, f"do_{step.rule}")(*step.arguments)
-                                    self.check()
-                                    if self.broken:
-                                        break
-                                self.trail.append(end)
-                                await self._end(end)
-                            except Exception as error:
-                                self.error = None if isinstance(error, Boom) else error
-                                if self.error is None:
-                                    raise
-                            self.world.leaving = True
-                            if end == "cancel":
-                                whole.cancel()
-                            elif end == "native" and self.backend == "asyncio":
-                                task = asyncio.current_task()
-                                assert task is not None
-                                task.cancel()
-                            if end in ("cancel", "native"):
-                                await sleep(0.5)
-                except Boom:
-                    pass
-                except EngineBroken as error:
-                    if not self.broken:
-                        self.error = self.error or error
-                except asyncio.CancelledError:
-                    if end != "native" or self.backend != "asyncio":
-                        raise
-                    task = asyncio.current_task()
-                    assert task is not None
-                    task.uncancel()  # else our own scope would take the one below for another one like it
-                if self.error is None:
-                    try:
-                        await self._left()
-                        self.fired[f"leave: {end}"] += 1
-                    except AssertionError as error:
-                        self.error = error
+                left = list(steps)
+                while await self._live(left):
+                    self._restore()
                 self.tasks.cancel_scope.cancel()
         if self.error is not None:
             raise self.error
+
+    async def _live(self, steps: list[Step]) -> bool:
+        """Plays steps on one engine, taking them off the list; says whether another engine is to go on."""
+        end = self.setting.end
+        is_replaced = False
+        try:
+            with CancelScope() as whole:
+                async with self.engine:
+                    try:
+                        self.world.entering = False
+                        self.check()
+                        while steps:
+                            self.trail.append(step := steps.pop(0))
+                            await getattr(self, f"do_{step.rule}")(*step.arguments)
+                            self.check()
+                            if self.broken:
+                                break
+                        self.trail.append(end)
+                        await self._end(end)
+                    except Exception as error:
+                        is_replaced = isinstance(error, Replaced)
+                        self.error = None if is_replaced or isinstance(error, Boom) else error
+                        if self.error is None:
+                            self.world.leaving = True
+                            raise
+                    self.world.leaving = True
+                    if end == "cancel":
+                        whole.cancel()
+                    elif end == "native" and self.backend == "asyncio":
+                        task = asyncio.current_task()
+                        assert task is not None
+                        task.cancel()
+                    if end in ("cancel", "native"):
+                        await sleep(0.5)
+        except (Boom, Replaced):
+            pass
+        except EngineBroken as error:
+            if not self.broken:
+                self.error = self.error or error
+        except asyncio.CancelledError:
+            if end != "native" or self.backend != "asyncio":
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()  # else our own scope would take the one below for another one like it
+        if self.error is None:
+            try:
+                await self._left()
+                self.fired[f"leave: {'restore' if is_replaced else end}"] += 1
+            except AssertionError as error:
+                self.error = error
+        return is_replaced and self.error is None
+
+    def _restore(self) -> None:
+        """Puts an engine in the place of the one that was left."""
+        saved, trained = self.saved, self.replacing
+        assert saved is not None
+        trained = None if trained is None else max(saved.first, min(saved.last, trained))
+        self.world = saved.begin(trained, self.world.mood, self.fired)
+        self._make_engine()
+        self.server.begin_with(saved.version)
+        self.engine.load_state_dict(saved.state, trained_through=trained)
+        self.last_pause = None
 
     async def _end(self, end: End) -> None:
         match end:
@@ -660,8 +695,36 @@ class Machine:
         batches = self.world.batches
         if not batches:
             return
-        self.engine.commit(batches[which % len(batches)])
+        batch = batches[which % len(batches)]
+        self.engine.commit(batch)
+        if batch not in self.world.again:
+            self.world.trained.add(batch.index)
         self.fired["commit"] += 1
+
+    async def do_save(self, state: str | None) -> None:
+        """Takes a checkpoint, as soon as a group is in a state."""
+        if state is not None:
+            if self.consumer is None:
+                await self.do_ask(self.setting.batch_size, True)
+            await self._until_met(state)
+        self._save()
+
+    def _save(self) -> None:
+        self.check()
+        for state in self._states() or {"nothing"}:
+            self.fired[f"SAVE met a group: {state}"] += 1
+        if self.pauser is not None:
+            self.fired[f"save in a pause that is {self.pauser.phase}"] += 1
+        self.saved = SavedRun.of(self.engine, self.world)
+        self.fired["save"] += 1
+
+    async def do_restore(self, trained: int | None, at_once: bool) -> None:
+        """Another engine goes on from the last checkpoint, or from one that is taken at once."""
+        if self.saved is None or at_once:
+            self._save()
+        self.replacing = trained
+        self.fired["restore"] += 1
+        raise Replaced
 
     async def do_afterwards(self) -> None:
         """A pause that is over changes nothing any more."""
@@ -1000,6 +1063,8 @@ def _steps() -> list[Step]:
         (3, "cancel_evaluation", [(n, t) for n in (False, True) for t in (0, 3)]),
         (8, "late", [()]),
         (16, "commit", [(0,), (-1,)]),
+        (3, "save", [(state,) for state in (None, None, None, *STATES)]),
+        (4, "restore", [(k, now) for k in (None, 0, 1000) for now in (False, True)]),
         (20, "afterwards", [()]),
         (24, "calm", [()]),
         (1, "mood", [(aspect, v) for aspect, values in moods.items() for v in values]),

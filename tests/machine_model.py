@@ -241,6 +241,7 @@ class Asked:
     partial: bool
     prior: list[int] = field(factory=list[int])  # what is given again
     given: Done | None = None
+    max_tokens: int | None = None  # what the loop said
     requests: list[Request] = field(factory=list[Request])
 
     @property
@@ -425,7 +426,7 @@ class Track:
         """Asks for a turn, and compares what comes with what the server sent, or what is on record."""
         world, start = self.world, len(strand.ids)
         cap = min(max_tokens or self.plan.max_tokens, self.room(strand))
-        asked = Asked(strand.prompt + strand.ids, cap, self.plan.partial)
+        asked = Asked(strand.prompt + strand.ids, cap, self.plan.partial, max_tokens=max_tokens)
         asked.given = given = strand.next(max_tokens)
         record = strand.record
         if given is not None and record is not None and (given.reason or self.plan.partial):
@@ -472,7 +473,7 @@ class Track:
                     record.turns.clear()
             strand.keep(keep)
             if len(strand.ids) > start:
-                reason = reason or self._said(keep, strand.ids[start:])
+                reason = reason or self.said(keep, strand.ids[start:])
                 strand.turns.append(Done(start, len(strand.ids), max_tokens, reason))
             self.where = "loop"
 
@@ -493,7 +494,7 @@ class Track:
             self.unsure = True
         return [last] if at_once else ()
 
-    def _said(self, kept: Sequence[Request], got: Sequence[int]) -> str | None:
+    def said(self, kept: Sequence[Request], got: Sequence[int]) -> str | None:
         """Whether what was kept of a turn that was cut says that it had ended."""
         if not kept:
             return None
@@ -723,6 +724,11 @@ class World:
         self.dropped: dict[str, Counter[str]] = {name: Counter() for name in plans}
         self.ended: list[tuple[Group, str, list[Track | None], bool]] = []
         self.batches: list[Batch] = []
+        self.trained: set[int] = set()  # batches that are committed
+        self.keeps_batches = False  # whether only a commit lets a batch go
+        self.again: list[Batch] = []  # those that a restored engine has to hand over again
+        self.restored = False  # whether the engine was restored
+        self.entering = False  # whether it is just being entered
         self.evaluations = 0
 
     def fault(self, message: str) -> None:
@@ -992,6 +998,8 @@ class World:
         name = track.rollout.uid
         if track.unsure:
             return
+        if self.restored and not sample.segments and not any(s.ids for s in track.strands):
+            return  # its rollout had not begun again when the engine was saved
         if len(sample.segments) != len(track.strands):
             self.fault(f"I4: {name} has {len(sample.segments)} segments of {len(track.strands)}")
             return
@@ -1075,6 +1083,11 @@ class World:
     def ends(self, group: Group, outcome: str) -> None:
         """A group ended."""
         visit = self.visits[group.task].get(group.visit)
+        if self.entering and (visit is None or visit.state in ("ready", "waiting")):
+            # It was drawn, and had not begun, when the engine was saved.
+            self.started(group.task, group.visit)
+            self.evicted.add((group.task, group.visit))
+            visit = self.visits[group.task][group.visit]
         if visit is None or visit.state != "flight":
             self.fault(f"I7: {group.task}/{group.visit} ended and was not in flight")
             return
@@ -1117,7 +1130,7 @@ class World:
 
     def _same(self, sample: Sample, other: Sample) -> bool:
         """Whether two samples are one, but for tokens that are masked since."""
-        if self.plans[sample.task].token_lag is None:
+        if self.plans[sample.task].token_lag is None and not self.restored:
             return sample is other
         pairs = zip(sample.segments, other.segments, strict=True)
         return sample.uid == other.uid and all(
@@ -1127,8 +1140,13 @@ class World:
 
     def received(self, batch: Batch, asked: int) -> None:
         """A consumer has a batch."""
+        if batch.again or self.again:
+            self._received_again(batch)
+            return
         if batch.index != len(self.batches) + 1:
             self.fault(f"I8: batch {batch.index} follows {len(self.batches)}")
+        if not self.keeps_batches:
+            self.trained |= {before.index for before in self.batches}
         self.batches.append(batch)
         if batch.version not in (self.version, self.published):
             self.fault(f"I9: a batch of version {batch.version}, the server has {self.version}")
@@ -1159,6 +1177,22 @@ class World:
             self._check_order(name, group.task, int(batch.version - max(lags)), newest)
             if self.plans[group.task].weight == 0:
                 self.fault(f"{name} was delivered, its weight is 0")
+
+    def _received_again(self, batch: Batch) -> None:
+        """A batch that was not committed comes again: the same groups, in the same order."""
+        expected = self.again.pop(0) if self.again else None
+        self.fired["a batch comes again"] += 1
+        if expected is None or not batch.again or batch.index != expected.index:
+            self.fault(f"I8: {batch} came, and was to be {expected}")
+            return
+        if batch.version != expected.version or len(batch) != len(expected):
+            self.fault(f"I8: {batch} came again otherwise than {expected}")
+        for group, other in zip(batch.groups, expected.groups, strict=False):
+            name = f"{group.task}/{group.visit}"
+            if name != f"{other.task}/{other.visit}" or group.rewards != other.rewards:
+                self.fault(f"I8: {name} came again as {other.task}/{other.visit}")
+            elif not all(map(self._same, group.samples, other.samples)):
+                self.fault(f"I8: {name} came again with other samples")
 
     def _check_order(self, name: str, task: str, oldest: int, before: dict[str, int]) -> None:
         """A batch takes the oldest groups first, or the freshest."""
@@ -1285,6 +1319,10 @@ class Server(ScriptedController):
             request.over = True
             request.ended = current_time()
             request.spent = self.world.open_seconds() - started
+
+    def begin_with(self, version: int) -> None:
+        """Has these weights from the beginning."""
+        self._version = version
 
     async def abort(self, ids: Collection[str] | None) -> None:
         """Aborts, soon or late or not at all."""

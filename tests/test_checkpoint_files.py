@@ -145,6 +145,8 @@ def test_bug_078_a_process_killed_at_any_step_of_writing_leaves_the_old_one_whol
     else:
         pytest.fail("it never ended")
     assert seen >= {"fsync", "rename", "mkdir", "open"}
+    # Each file, the manifest, and both folders; "said" is one of the files.
+    assert calls[: calls.index("rename") + 2].count("fsync") == len(FILES) + 1 + 1 + 2
     assert at > 10
 
 

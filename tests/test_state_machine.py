@@ -94,13 +94,19 @@ EFFECTS = {
     "cancel_evaluation": "cancel an evaluation",
     "late": "late tokens",
     "commit": "commit",
+    "save": "save",
+    "restore": "restore",
     "afterwards": "update outside a pause: refused",
     "calm": "calm down",
     "mood": "change a mood",
 }
 """What each rule is counted as when it had an effect; the beginning of it, where there are several."""
 
-MEETINGS = [f"{mode.name} met a group: {state}" for mode in MODES for state in STATES]
+MEETINGS = [
+    f"{what} met a group: {state}"
+    for what in (*[m.name for m in MODES], "SAVE")
+    for state in STATES
+]
 
 ALSO = [
     "break the engine",
@@ -109,6 +115,8 @@ ALSO = [
     "replay: a turn is given again",
     "the engine: a probe",
     "the server: down",
+    "a batch comes again",
+    "leave: restore",
     *(f"update the weights: {k}" for k in ("dict", "callable", "jump", "published", "old", "new")),
 ]
 """What must have happened at least once, however short the profile is."""

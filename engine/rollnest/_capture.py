@@ -218,9 +218,11 @@ class RolloutNote:
 
 def play_later(note: RolloutNote, journal: Journal) -> RolloutNote:
     """Completes the note of a rollout that has not begun again: all that it is given again is in the journal."""
+    # Context that no turn has followed is not in a rollout that is cut while it is given its journal, either.
     note.contexts = [
-        ContextNote(c.prompt_ids, c.response, len(c.response), recorded=c.turns)
-        for c in journal.contexts
+        ContextNote(c.prompt_ids, c.response, c.end, recorded=c.turns)
+        for number, c in enumerate(journal.contexts)
+        if c.turns or not number
     ]
     note.calls = journal.calls
     note.seed, note.attempts, note.place = journal.seed, journal.attempts, journal.place

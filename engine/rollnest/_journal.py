@@ -98,6 +98,11 @@ class RecordedContext:
     response: Response
     turns: tuple[RecordedTurn, ...] = field(repr=False)
 
+    @property
+    def end(self) -> int:
+        """Where its last turn ends."""
+        return self.turns[-1].turn.stop if self.turns else 0
+
     def __attrs_post_init__(self) -> None:
         end = begun = -1
         for recorded in self.turns:

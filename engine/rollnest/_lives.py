@@ -16,7 +16,8 @@ from typing import TypeAlias
 from attrs import evolve, field, frozen
 
 from ._journal import Journal
-from ._records import Sample, Segment, Status
+from ._records import Sample, Status
+from ._response import Response
 
 __all__ = ["DIVERGED", "GroupRecord", "Life", "Lives", "LivesNote", "as_it_was"]
 
@@ -104,15 +105,21 @@ def _holds_the_same(one: Sample, other: Sample) -> bool:
         [(turn.segment, turn.start, turn.stop, turn.finish_reason) for turn in sample.turns]
         for sample in (one, other)
     ]
-    return (
-        len(one.segments) == len(other.segments)
-        and turns[0] == turns[1]
-        and all(map(_same_columns, one.segments, other.segments))
-    )
+    if turns[0] != turns[1]:
+        return False
+    if one.status is Status.ABORTED:  # its loop has not come to what it appends after the last turn
+        return _with_turns(one) == _with_turns(other)
+    return [(s.prompt_ids, s.response) for s in one.segments] == [
+        (s.prompt_ids, s.response) for s in other.segments
+    ]
 
 
-def _same_columns(one: Segment, other: Segment) -> bool:
-    return one.response == other.response and one.prompt_ids == other.prompt_ids
+def _with_turns(sample: Sample) -> list[tuple[memoryview[int], Response]]:
+    return [
+        (segment.prompt_ids, segment.response.without_trailing_context())
+        for segment in sample.segments
+        if segment.response.policy_tokens
+    ]
 
 
 class Lives:

@@ -331,7 +331,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "verdict kept on an aborted sample",
         (
             "_members.py",
-            "        sample = freeze_rollout(rollout, Status.ABORTED)\n",
+            "        sample = self.as_it_was(freeze_rollout(rollout, Status.ABORTED))\n",
             "        from ._records import Verdict\n"
             "        aborted = freeze_rollout(rollout, Status.ABORTED)\n"
             "        sample = evolve(aborted, verdict=Verdict(0.0))\n",
@@ -385,6 +385,60 @@ MUTANTS: tuple[Mutant, ...] = (
             "_members.py",
             "            return _ended(sample)\n",
             "            return evolve(_ended(sample), status='live')\n",
+        ),
+    ),
+    _mutant(
+        "I8",
+        "a checkpoint forgets the batches that are not committed",
+        (
+            "_saving.py",
+            "uncommitted=list(delivery.uncommitted.values()),",
+            "uncommitted=[],",
+        ),
+    ),
+    _mutant(
+        "I4",
+        "a checkpoint forgets journals",
+        (
+            "_snapshot.py",
+            "journals=[self._journal(index, j) for index, j in visit.journals.items()],",
+            "journals=[],",
+        ),
+    ),
+    _mutant(
+        "I4",
+        "a checkpoint forgets turns that have not ended",
+        (
+            "_capture.py",
+            "if running is not None and running.stop > running.start:",
+            "if running is not None and running.stop < 0:",
+        ),
+    ),
+    _mutant(
+        "I7",
+        "counters begin anew with a restored engine",
+        (
+            "_table.py",
+            "            setattr(self, name, counters[name])\n",
+            "            pass\n",
+        ),
+    ),
+    _mutant(
+        "I8",
+        "what a restored engine had handed over is handed over again, trained or not",
+        (
+            "_restore.py",
+            "for batch in batches if batch.index > trained_through]",
+            "for batch in batches]",
+        ),
+    ),
+    _mutant(
+        "I7",
+        "groups that were in flight are not in a checkpoint",
+        (
+            "_snapshot.py",
+            "            for note in task.flight:\n",
+            "            for note in ():\n",
         ),
     ),
 )
@@ -613,8 +667,8 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "eviction cancels a group whose judgers are at it",
             (
                 "_members.py",
-                "if (at_once or not self._being_judged) and not self._has_ended:",
-                "if not self._has_ended:",
+                "        if at_once or not self._being_judged:\n",
+                "        if True:\n",
             ),
         ),
     ),
@@ -787,6 +841,103 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
                 "_context.py",
                 "            usable = timed_out = services.limits",
                 "            usable = timed_out = False and services.limits",
+            ),
+        ),
+    ),
+    (
+        "test_checkpoint_files.py",
+        _mutant(
+            "checkpoints",
+            "a checkpoint has its name before it is complete",
+            (
+                "_checkpoint.py",
+                'part = directory / f"{_WRITING}{uuid4().hex}"',
+                "part = folder",
+            ),
+            ("_checkpoint.py", "        part.rename(folder)\n", "        pass\n"),
+        ),
+    ),
+    (
+        "test_checkpoint_files.py",
+        _mutant(
+            "checkpoints",
+            "checksums are not looked at",
+            ("_checkpoint.py", "if _Sum().add(data).entry != expected:", "if False:"),
+        ),
+    ),
+    (
+        "test_checkpoint_files.py",
+        _mutant(
+            "checkpoints",
+            "the manifest's own checksum is not looked at",
+            ("_checkpoint.py", "if signature != _signature(manifest):", "if False:"),
+        ),
+    ),
+    (
+        "test_checkpoint_files.py",
+        _mutant(
+            "checkpoints",
+            "files are not brought to the disk",
+            ("_checkpoint.py", "        os.fsync(file.fileno())\n", "        pass\n"),
+        ),
+    ),
+    (
+        "test_checkpoints.py",
+        _mutant(
+            "I9",
+            "what newer weights have made is kept by a trainer that went back",
+            (
+                "_table.py",
+                "is_newer = newest is not None and newest > version",
+                "is_newer = False",
+            ),
+        ),
+    ),
+    (
+        "test_checkpoints.py",
+        _mutant(
+            "I9",
+            "a restored engine samples before its weights are known to be right",
+            (
+                "_engine.py",
+                "        self._start_paused = True\n        self._first_from_trainer = restoration",
+                "        self._start_paused = False\n        self._first_from_trainer = restoration",
+            ),
+        ),
+    ),
+    (
+        "test_checkpoints.py",
+        _mutant(
+            "I8",
+            "prompts begin anew with a restored engine",
+            (
+                "_sampler.py",
+                "        self._epoch, self._drawn = epoch, drawn\n",
+                "        self._epoch, self._drawn = 0, 0\n",
+            ),
+        ),
+    ),
+    (
+        "test_replayable_groups.py",
+        _mutant(
+            "members",
+            "a member that a group loop resampled is not given again",
+            (
+                "_lives.py",
+                "        lives = [*members, *self.left.values()]\n        known",
+                "        lives = [*members]\n        known",
+            ),
+        ),
+    ),
+    (
+        "test_replayable_groups.py",
+        _mutant(
+            "I11",
+            "a verdict holds for a member that came out otherwise",
+            (
+                "_lives.py",
+                "return before if _holds_the_same(sample, before) else sample",
+                "return before",
             ),
         ),
     ),
