@@ -45,7 +45,15 @@ MODULES = [
     "rollnest_adapters.bench",
     "rollnest_adapters.cli",
 ]
-HANDED_OUT = {"BlockingEngine", "BlockingPause", "Context", "Pause", "Policy", "Rollout"}
+HANDED_OUT = {
+    "BlockingEngine",
+    "BlockingPause",
+    "Context",
+    "Pause",
+    "Policy",
+    "RayStream",
+    "Rollout",
+}
 """Classes that the engine makes and users only receive; how they are made is nobody's business."""
 
 WIDTH = 100

@@ -10,5 +10,12 @@ from ._bridge import call as call
 from ._bridge import check_initialized as check_initialized
 from ._bridge import result as result
 from ._bridge import stream as stream
+from ._controller import RayController as RayController
+from ._controller import RayMethods as RayMethods
 from ._failures import RayCallFailed as RayCallFailed
+from ._host import PolicyHost as PolicyHost
+from ._host import policy_actor as policy_actor
 from ._options import RayOptions as RayOptions
+from ._wire import GenerateReply as GenerateReply
+from ._wire import GenerateRequest as GenerateRequest
+from ._wire import PolicyDescription as PolicyDescription

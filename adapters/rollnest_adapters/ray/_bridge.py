@@ -15,7 +15,7 @@ import logging
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import anyio
 import ray
@@ -26,13 +26,15 @@ from .._checks import check_positive  # noqa: TID252
 from .._loop_bridge import loop_caller  # noqa: TID252
 from ._failures import RayCallFailed, what_failed
 
-__all__ = ["RayStream", "call", "check_initialized", "result", "stream"]
+__all__ = ["RAY", "Arrival", "RayStream", "call", "check_initialized", "result", "send", "stream"]
 
 _LOG = logging.getLogger("rollnest.ray")
 
-_GRACE = 5.0
-_FIRST_AGAIN = 0.05
-_LONGEST_AGAIN = 1.0
+_FIRST_AGAIN = 0.1  # seconds until a cancellation is asked again; doubled each time
+_LONGEST_AGAIN = 2.0
+
+RAY: Any = ray
+"""Ray, for what its types don't say."""
 
 T = TypeVar("T")
 
@@ -50,7 +52,7 @@ def check_initialized() -> None:
         )
 
 
-async def call(method: Any, /, *args: Any, grace: float = _GRACE) -> Any:
+async def call(method: Any, /, *args: Any, grace: float = 5.0) -> Any:
     """Calls an actor's method and returns what it returns.
 
         verdict = await call(actor.judge, sample)
@@ -67,16 +69,24 @@ async def call(method: Any, /, *args: Any, grace: float = _GRACE) -> Any:
 
     Cancellation: as `result`.
     """
+    return await send(method, *args).outcome(grace)
+
+
+def send(method: Any, /, *args: Any) -> Arrival[Any]:
+    """Sends a call that its caller awaits or ends itself.
+
+    Raises:
+        RayCallFailed: It can't be sent.
+        RuntimeError: Ray is not initialized.
+    """
     check_initialized()
     try:
-        ref = method.remote(*args)
+        return Arrival(method.remote(*args))
     except RayError as error:
-        await checkpoint()
         raise _unsent(error) from error
-    return await result(ref, grace=grace)
 
 
-async def result(ref: ray.ObjectRef[T], *, grace: float = _GRACE) -> T:
+async def result(ref: ray.ObjectRef[T], *, grace: float = 5.0) -> T:
     """Waits for an `ObjectRef` and returns its value.
 
     Args:
@@ -93,17 +103,11 @@ async def result(ref: ray.ObjectRef[T], *, grace: float = _GRACE) -> T:
     check_positive("grace", grace)
     if not isinstance(ref, ray.ObjectRef):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"ref must be an ObjectRef, got {ref!r}")
-    arrival = _Arrival(ref)
-    try:
-        await arrival.wait()
-    except BaseException:
-        await _end(ref, arrival, grace)
-        raise
-    return arrival.value()
+    return await Arrival(ref).outcome(grace)
 
 
 @asynccontextmanager
-async def stream(generator: Any, *, grace: float = _GRACE) -> AsyncGenerator[RayStream]:
+async def stream(generator: Any, *, grace: float = 5.0) -> AsyncGenerator[RayStream]:
     """The values of a streaming method, as they come.
 
         async with stream(actor.generate.options(num_returns="streaming").remote(prompt)) as values:
@@ -126,12 +130,11 @@ async def stream(generator: Any, *, grace: float = _GRACE) -> AsyncGenerator[Ray
             "generator must be an ObjectRefGenerator, of a method with num_returns='streaming', "
             f"got {generator!r}"
         )
-    completed = generator.completed()
-    arrival = _Arrival[Any](completed)
+    arrival = Arrival[Any](generator.completed())
     try:
         yield RayStream(generator)
     finally:
-        await _end(completed, arrival, grace)
+        await arrival.end(grace)
 
 
 class RayStream:
@@ -157,11 +160,11 @@ class RayStream:
             await checkpoint()
             raise self._end
         # Ray has no public way to wait for the next item but on asyncio.
-        arrival = _Arrival[Any](self._generator._get_next_ref_n(1)[0])
+        arrival = Arrival[Any](self._generator._get_next_ref_n(1)[0])
         await arrival.wait()
         error = arrival.error
         if isinstance(error, ObjectRefStreamEndOfStreamError):
-            completed = _Arrival[Any](self._generator.completed())
+            completed = Arrival[Any](self._generator.completed())
             await completed.wait()
             error = completed.error
         else:
@@ -172,10 +175,11 @@ class RayStream:
         raise self._end
 
 
-class _Arrival(Generic[T]):
-    """The moment at which a ref has a value or an error."""
+class Arrival(Generic[T]):
+    """The moment at which a ref has a value or an error; it holds the ref until then."""
 
     def __init__(self, ref: ray.ObjectRef[T]) -> None:
+        self._ref = ref
         self._there = anyio.Event()
         call_soon = loop_caller()
         self._future: Future[T] = ref.future()
@@ -183,7 +187,17 @@ class _Arrival(Generic[T]):
         self._future.add_done_callback(lambda _: call_soon(self._there.set))
 
     async def wait(self) -> None:
+        """Returns once it is there."""
         await self._there.wait()
+
+    async def outcome(self, grace: float) -> T:
+        """Waits for it; the call ends if the waiting is cancelled. See `result`."""
+        try:
+            await self.wait()
+        except BaseException:
+            await self.end(grace)
+            raise
+        return self.value()
 
     @property
     def is_there(self) -> bool:
@@ -201,26 +215,25 @@ class _Arrival(Generic[T]):
             raise what_failed(error)
         return self._future.result(timeout=0)
 
+    async def end(self, grace: float) -> None:
+        """Cancels the call until it has ended, for `grace` seconds at most; a call that goes on is named in the log.
 
-async def _end(ref: ray.ObjectRef[Any], arrival: _Arrival[Any], grace: float) -> None:
-    """Cancels a call until it has ended.
-
-    Ray loses a cancellation that reaches the actor before the call has begun there, so it is asked again.
-    """
-    again = _FIRST_AGAIN
-    if arrival.is_there:
-        return
-    with anyio.CancelScope(shield=True), anyio.move_on_after(grace):
-        while True:
-            try:
-                cast("Any", ray).cancel(ref)
-            except RayError:
-                return  # this process has left Ray; nobody is left to be told
-            with anyio.move_on_after(again):
-                await arrival.wait()
-                return
-            again = min(2 * again, _LONGEST_AGAIN)
-    _LOG.warning("%s did not end within %g s of its cancellation", ref, grace)
+        Ray loses a cancellation that reaches the actor before the call has begun there, so it is asked again.
+        """
+        if self.is_there:
+            return
+        again = _FIRST_AGAIN
+        with anyio.CancelScope(shield=True), anyio.move_on_after(grace):
+            while True:
+                try:
+                    RAY.cancel(self._ref)
+                except RayError:
+                    return  # this process has left Ray; nobody is left to be told
+                with anyio.move_on_after(again):
+                    await self.wait()
+                    return
+                again = min(2 * again, _LONGEST_AGAIN)
+        _LOG.warning("%s did not end within %g s of its cancellation", self._ref, grace)
 
 
 def _unsent(error: RayError) -> BaseException:

@@ -99,10 +99,10 @@ def what_failed(error: BaseException) -> BaseException:
         if isinstance(cause, Exception) and not isinstance(cause, RayError):
             cause.__cause__ = RemoteTraceback(_text(error))
             return cause
-        return _caused(RayCallFailed(f"the actor's call failed: {_text(cause)}"), error)
+        return _caused(RayCallFailed(f"the actor's call failed: {_in_a_line(cause)}"), error)
     if isinstance(error, RayError):
         failed = RayCallFailed(
-            f"{type(error).__name__}: {_text(error)}",
+            f"{type(error).__name__}: {_in_a_line(error)}",
             maybe_executed=not isinstance(error, _NEVER_BEGAN) and not _init_failed(error),
             actor_gone=isinstance(error, _GONE),
             retryable=isinstance(error, (*_GONE, *_MAY_PASS)),
@@ -131,6 +131,12 @@ def _caused(error: RayCallFailed, by: BaseException) -> RayCallFailed:
 
 def _init_failed(error: RayError) -> bool:
     return isinstance(error, RayActorError) and error.actor_init_failed
+
+
+def _in_a_line(error: BaseException) -> str:
+    """What Ray says, without its lists of what may be the cause."""
+    lines = [line.strip() for line in _text(error).partition("Some common causes")[0].splitlines()]
+    return "; ".join(line for line in lines if line)
 
 
 def _text(error: BaseException) -> str:
