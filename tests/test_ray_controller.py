@@ -208,13 +208,13 @@ async def test_a_cancelled_engine_leaves_nothing_in_the_actor(actor: Any) -> Non
     controller = RayController(actor)
     engine = Engine(controller, spec(group_size=4))
     with anyio.fail_after(HANG):
+        await call(actor.hold, 3)
         with anyio.CancelScope() as scope:
             async with engine, anyio.create_task_group() as tasks:
                 tasks.start_soon(engine.next_batch, 8)
-                async with stalled(actor, after=3):
-                    await in_flight(actor, 32)
-                    scope.cancel()
-                    await anyio.lowlevel.checkpoint()
+                await in_flight(actor, 32)
+                scope.cancel()
+        await call(actor.let_go)
         assert scope.cancelled_caught
         assert await call(actor.in_flight) == ()
         assert (await call(actor.figures))["log"][-1] == ("exit", 0)

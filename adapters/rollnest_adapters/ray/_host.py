@@ -12,7 +12,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import anyio
@@ -120,20 +122,25 @@ class PolicyHost:
             )
         return self._controller
 
-    async def at_home(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def at_home(self, function: Callable[[], Awaitable[T]]) -> T:
         """Runs something on the controller's event loop; for methods of other concurrency groups.
+
+        While nobody serves it runs on the caller's own, where it finds no controller.
 
         Cancellation: cancels it.
         """
-        home = self._home
-        if home is None or home is asyncio.get_running_loop():
+        home, stay = self._home, self._stay
+        if home is None or self._controller is None or stay is None:
             return await function()
-
-        async def there() -> T:
+        if home is asyncio.get_running_loop():
             return await function()
-
-        # The task's owner is this call, which waits for it and cancels it.
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), home))
+        errand = _Errand(function)
+        home.call_soon_threadsafe(stay.send, errand)
+        try:
+            answer: T = await asyncio.wrap_future(errand.answer)
+            return answer
+        finally:
+            home.call_soon_threadsafe(errand.scope.cancel)
 
     # Where the controller is
 
@@ -148,23 +155,26 @@ class PolicyHost:
         stay = self._stay_of(name)
         before, self._stay = self._stay, stay
         if before is not None:
-            before.over.set()
+            before.end()
         try:
             async with self._turn:  # those before have left it
-                if not stay.over.is_set():
+                if not stay.over:
                     await self._hold(stay)
         finally:
             stay.settled.set()
+            stay.end()
 
     async def _hold(self, stay: _Stay) -> None:
         controller = self._make()
-        async with controller:
+        async with controller, anyio.create_task_group() as tasks:
             self._controller = controller
             stay.settled.set()
             try:
-                await stay.over.wait()
+                async for errand in stay:
+                    tasks.start_soon(errand.run)
             finally:
                 self._controller = None
+                tasks.cancel_scope.cancel()
                 await self._end_calls()
 
     async def _end_calls(self) -> None:
@@ -274,11 +284,66 @@ class PolicyHost:
 
 
 class _Stay:
-    """One call of `serve`."""
+    """One call of `serve`, and what others have done by it: iterating gives errands, until it is over."""
 
     def __init__(self) -> None:
         self.settled = asyncio.Event()
-        self.over = asyncio.Event()
+        self.over = False
+        self._errands: deque[_Errand] = deque()
+        self._bell = asyncio.Event()
+
+    def send(self, errand: _Errand) -> None:
+        """Only on the controller's event loop."""
+        if self.over:
+            errand.drop()
+        else:
+            self._errands.append(errand)
+            self._bell.set()
+
+    def end(self) -> None:
+        """Ends it; errands that have not begun fail."""
+        self.over = True
+        self._bell.set()
+        while self._errands:
+            self._errands.popleft().drop()
+
+    async def __aiter__(self) -> AsyncIterator[_Errand]:
+        while not self.over:
+            await self._bell.wait()
+            self._bell.clear()
+            while self._errands:
+                yield self._errands.popleft()
+
+
+class _Errand:
+    """What a control call has done on the controller's event loop, by a task of `serve`."""
+
+    def __init__(self, function: Callable[[], Awaitable[Any]]) -> None:
+        self.answer: Future[Any] = Future()
+        self.scope = anyio.CancelScope()
+        self._function = function
+
+    async def run(self) -> None:
+        """Does it."""
+        if not self.answer.set_running_or_notify_cancel():
+            return
+        try:
+            with self.scope:
+                self.answer.set_result(await self._function())
+        except Exception as error:
+            self.answer.set_exception(error)
+        finally:
+            if not self.answer.done():
+                self.drop()
+
+    def drop(self) -> None:
+        """Lets whoever waits for it know that it will not be done."""
+        if not self.answer.cancelled():
+            self.answer.set_exception(
+                InferenceError(
+                    "the policy is not served any more", retryable=True, maybe_executed=False
+                )
+            )
 
 
 class _Call:
