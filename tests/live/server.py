@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,11 +14,12 @@ from types import TracebackType
 
 import httpx2
 
+from tests.vllm_requests import MAX_CONTEXT
+
 from .place import MODELS, PLACE, PYTHON, LiveError
 
-__all__ = ["MAX_CONTEXT", "OPTIONS", "Vllm", "free_port"]
+__all__ = ["OPTIONS", "Vllm", "free_port"]
 
-MAX_CONTEXT = 2048
 OPTIONS = (
     "--enable-scale-out",
     "--generation-config",
@@ -25,6 +28,24 @@ OPTIONS = (
     "processed_logprobs",
 )
 """Those that rollnest needs."""
+
+_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"plain": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+    "handlers": {
+        "out": {
+            "class": "logging.StreamHandler",
+            "stream": "ext://sys.stdout",
+            "formatter": "plain",
+        }
+    },
+    "loggers": {
+        "vllm": {"handlers": ["out"], "level": "INFO", "propagate": False},
+        # Only this one says which ids a request continues.
+        "vllm.entrypoints.serve.utils.request_logger": {"level": "DEBUG"},
+    },
+}
 
 _STARTS_WITHIN = 400.0  # seconds; it takes about 70 on two cores
 
@@ -55,8 +76,11 @@ class Vllm:
         self.url: str = f"http://127.0.0.1:{port}"
         self._log = PLACE / f"vllm-{port}.log"
         self._process: subprocess.Popen[bytes] | None = None
+        logging = PLACE / "logging.json"
+        logging.write_text(json.dumps(_LOGGING))
         self._environment = {
             **os.environ,
+            "VLLM_LOGGING_CONFIG_PATH": str(logging),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_SERVER_DEV_MODE": "1" if dev_mode else "0",
@@ -69,6 +93,7 @@ class Vllm:
             *("--model", str(MODELS[0]), "--served-model-name", "smol"),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--max-model-len", str(MAX_CONTEXT), "--dtype", "bfloat16", "--enforce-eager"),
+            "--enable-log-requests",
             *options,
         ]
 
@@ -123,6 +148,14 @@ class Vllm:
         if process is not None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    def asked(self) -> dict[str, list[int]]:
+        """Ids of the tokens that each request continued, by the request's id, as its log has them."""
+        log = self._log.read_text(errors="replace")
+        found = re.findall(
+            r"Request generate-tokens-(\w+) details: .*?prompt_token_ids: (\[[\d, ]*\])", log
+        )
+        return {id_: json.loads(ids) for id_, ids in found}
 
     def _tail(self) -> str:
         return self._log.read_text(errors="replace")[-2000:]

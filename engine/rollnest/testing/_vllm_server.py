@@ -5,8 +5,10 @@ What it takes and answers was seen on a live one; where it is stricter, that is 
 
 from __future__ import annotations
 
+import math
 import ssl
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 from ._fake_policy import Decoding
 from ._loopback import Exchange
@@ -21,7 +23,6 @@ _FIELDS = (
     "model",
     "stream",
     "cache_salt",
-    "priority",
 )
 _SAMPLING = (
     "max_tokens",
@@ -36,6 +37,17 @@ _SAMPLING = (
     "logprobs",
     "stream_interval",
     "logit_bias",
+)
+
+
+_BOUNDS = (
+    ("max_tokens", 1, math.inf),
+    ("min_tokens", 0, math.inf),
+    ("temperature", 0, 2),
+    ("top_p", 0, 1),
+    ("top_k", -1, math.inf),
+    ("min_p", 0, 1),
+    ("stream_interval", 1, math.inf),
 )
 
 
@@ -100,29 +112,10 @@ class VllmServer(PolicyServer):
         check_fields(body, _FIELDS, "the request")
         sampling: dict[str, Any] = body.get("sampling_params") or {}
         ids: list[int] = body.get("token_ids") or []
-        if not sampling or not ids:
-            raise Refused(400, _error("token_ids and sampling_params are required", 400))
         check_fields(sampling, _SAMPLING, "sampling_params")
-        vocab = self.policy.vocab_size
-        for token in sampling.get("logit_bias", {}):
-            if int(token) >= vocab:
-                raise Refused(
-                    400,
-                    _error(
-                        f"token_id(s) [{token}] in logit_bias contain out-of-vocab token ids. "
-                        f"Vocabulary size: {vocab} (parameter=logit_bias, value=[{token}])",
-                        400,
-                    ),
-                )
-        if max(ids) >= vocab or min(ids) < 0:
-            raise Refused(400, _error(f"Token id {max(ids)} is out of vocabulary", 400))
-        most = sampling.get("max_tokens", 16)
-        if most < 1:
-            raise Refused(400, _error(f"max_tokens must be at least 1, got {most}.", 400))
-        if len(ids) + most > self.policy.max_context:
-            raise Refused(400, _error("the prompt and max_tokens exceed max_model_len", 400))
-        if sampling.get("logprobs") != 0:
-            raise Refused(400, _error("only logprobs=0 is played here", 400))
+        if wrong := next(self._wrong(body, ids, sampling), None):
+            raise Refused(400, _error(wrong, 400))
+        most: int = sampling.get("max_tokens", 16)
         name = exchange.request.headers.get("x-request-id") or body.get("request_id", "random")
         return Decoding(
             f"generate-tokens-{name}",
@@ -132,6 +125,44 @@ class VllmServer(PolicyServer):
             stop_ids=sampling.get("stop_token_ids", ()),
             cache=body.get("cache_salt", ""),
         )
+
+    def _wrong(self, body: dict[str, Any], ids: Any, sampling: dict[str, Any]) -> Iterator[str]:
+        """What vLLM would say to a bad request, and to `max_tokens` beyond its context, which it would cut."""
+        vocab, context = self.policy.vocab_size, self.policy.max_context
+        if not sampling or not ids:
+            yield "token_ids and sampling_params are required"
+        given = cast("Sequence[Any]", ids if isinstance(ids, list) else [None])
+        if not all(isinstance(i, int) for i in given):
+            yield "token_ids must be integers"
+        for token in sampling.get("logit_bias", {}):
+            if int(token) >= vocab:
+                yield (
+                    f"token_id(s) [{token}] in logit_bias contain out-of-vocab token ids. "
+                    f"Vocabulary size: {vocab} (parameter=logit_bias, value=[{token}])"
+                )
+        if max(given) >= vocab or min(given) < 0:
+            yield f"Token id {max(given)} is out of vocabulary"
+        if body.get("cache_salt") == "":
+            yield "cache_salt must not be empty"
+        for name, least, most in _BOUNDS:
+            value = sampling.get(name)
+            if value is not None and (
+                not isinstance(value, int | float) or not least <= value <= most
+            ):
+                yield f"{name} must be in [{least}, {most}], got {value!r}"
+        most = sampling.get("max_tokens", 16)
+        if sampling.get("min_tokens", 0) > most:
+            yield f"min_tokens must be less than or equal to max_tokens={most}"
+        if len(given) + most > context:
+            yield "the prompt and max_tokens exceed max_model_len"
+        if sampling.get("logprobs") != 0:
+            yield "only logprobs=0 is played here"
+        if sampling.get("top_p") == 0:
+            yield "top_p must be in (0, 1], got 0"
+        if not all(sampling.get("stop", ())):
+            yield "stop cannot contain an empty string."
+        if not all(isinstance(i, int) for i in sampling.get("stop_token_ids", ())):
+            yield "stop_token_ids must contain only integers"
 
     def every(self, body: dict[str, Any]) -> int:
         """Its `stream_interval`."""
