@@ -14,10 +14,9 @@ takes one path, and what it cuts settles in the table before the controller is c
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from enum import Enum
-from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from types import TracebackType
@@ -36,47 +35,27 @@ from anyio import (
 )
 from anyio.abc import TaskGroup, TaskStatus
 from anyio.lowlevel import checkpoint
-from attrs import evolve, frozen
+from attrs import evolve
 
-from ._admission import Admission
-from ._allocation import Allocate, Allocation, by_weight
-from ._attempt import TokenCounters
+from ._allocation import Allocate, by_weight
 from ._bell import Bell
 from ._blocking import BlockingEngine
 from ._checks import check_real, check_whole
-from ._clock import loop_clock
-from ._context import RolloutServices
-from ._continuation import check_sampling, check_training
+from ._continuation import check_sampling
 from ._control import Control
-from ._delivery import Delivery
-from ._evaluation import Evaluation, Evaluations, OnUpdate
-from ._eviction import Eviction
-from ._gate import Gate
-from ._group import GroupRunner
+from ._evaluation import Evaluation, OnUpdate
 from ._instruments import Instruments
-from ._judging import Judging
-from ._lag import LagWatch
-from ._loops import AgentLoop, overrides_generate_group, replays_groups
+from ._loops import AgentLoop
 from ._options import Capacity, Sampling
-from ._outage import Outage
+from ._overview import consumer_tree, statistics, tree
+from ._parts import Hooks, Parts, Setup, assemble
 from ._pause import Pause, PauseContext
-from ._policy import policy_services
-from ._prober import Prober
-from ._process_judger import main_file
-from ._processes import Processes
-from ._producer import Producer
 from ._records import Batch, EvalResult
-from ._sampler import Sampler
-from ._scopes import loop_scopes, loop_tasks
-from ._slots import Call, Slots
-from ._source import SourceSampler
-from ._stall import StallWatch
-from ._statistics import EngineStatistics, Reading, TaskStatistics, read
-from ._strategies import is_freshest_first, keeps_partials, max_token_lag, tail_batch
-from ._table import EXPIRED_RETRIES, GroupTable, Row
-from ._task import TaskSpec
-from ._tree import ConsumerTree, EngineTree, StallReport
-from ._workers import Workers
+from ._shortage import check_starved, check_stuck
+from ._statistics import EngineStatistics
+from ._table import Row
+from ._task import TaskSpec, check_tasks, check_token_ids
+from ._tree import EngineTree, StallReport
 from .abc import InferenceController, Instrument, PauseMode, ReleaseTag, Tokenizer
 from .errors import (
     CheckpointError,
@@ -85,8 +64,6 @@ from .errors import (
     EngineBusy,
     EngineClosed,
     InferenceError,
-    Starved,
-    Stuck,
     describe,
     leaves,
 )
@@ -94,7 +71,6 @@ from .errors import (
 # Checkpoints are imported by who saves or restores one: `import rollnest` is faster without.
 if TYPE_CHECKING:
     from ._restore import Restoration, Restored
-    from ._saving import Saver
 
 __all__ = ["Engine"]
 
@@ -112,31 +88,6 @@ class _State(Enum):
     NEW = "new"
     OPEN = "open"
     CLOSED = "closed"
-
-
-@frozen(eq=False, kw_only=True)
-class _Parts:
-    """What an entered engine is made of."""
-
-    gate: Gate
-    outage: Outage
-    prober: Prober
-    workers: Workers
-    processes: Processes
-    producers: Mapping[str, Producer]
-    counters: Mapping[str, TokenCounters]
-    judge_counters: TokenCounters
-    delivery: Delivery
-    admission: Admission
-    eviction: Eviction
-    judge_slots: Slots
-    tool_slots: Slots
-    services: RolloutServices  # of one of the tasks; an evaluation's are made of them
-    judging_of: Callable[[TaskSpec], Judging | None]
-    evaluations: Evaluations
-    lag: LagWatch
-    stall: StallWatch
-    saver: Saver
 
 
 class Engine:
@@ -198,9 +149,9 @@ class Engine:
         seed: int = 0,
         instruments: Sequence[Instrument] = (),
     ) -> None:
-        specs = _check_tasks(tasks, batch_size)
+        specs = check_tasks(tasks, batch_size)
         if tokenizer is None:
-            _check_token_ids(specs)
+            check_token_ids(specs)
         if batch_size is not None:
             check_whole("batch_size", batch_size, 1)
         check_whole("publish_every", publish_every, 1)
@@ -243,7 +194,7 @@ class Engine:
         self._pausing: PauseContext | None = None
         self._control = Control(controller)
         self._told_keep = False  # whether the log says that KEEP is ABORT here
-        self._parts: _Parts | None = None
+        self._parts: Parts | None = None
         self._restoration: Restoration | None = None
         self._keeps_batches = False  # until they are committed: there is a checkpoint to go back to
         self._told_kept = False  # whether the log says that many of them wait
@@ -432,8 +383,12 @@ class Engine:
             # start() has to be able to cancel it as long as it waits for it.
             self._lifetime.shield = True
             reported = await self._check_version()
-            self._parts = parts = self._assemble(
-                awaits_weights=self._start_paused and not self._is_first(reported)
+            if self._restoration is not None:
+                self._restoration.check_vocabulary(self._controller.capabilities.vocab_size)
+            self._parts = parts = assemble(
+                self._setup(),
+                self._hooks(),
+                awaits_weights=self._start_paused and not self._is_first(reported),
             )
             try:
                 self._restore(parts)
@@ -497,7 +452,7 @@ class Engine:
         if lifetime.cancelled_caught:
             _log.warning("the controller did not close within %s s", self._exit_grace)
 
-    async def _host_production(self, parts: _Parts) -> None:
+    async def _host_production(self, parts: Parts) -> None:
         """Runs the producers until the block is left or the engine breaks."""
         try:
             with self._production:
@@ -583,8 +538,8 @@ class Engine:
                 if batch is not None:
                     return self._handed_over(parts, batch)
                 self._demand(parts, parts.delivery.plan(n).groups)
-                _check_starved(parts.producers)
-                _check_stuck(parts, n)
+                check_starved(parts.producers)
+                check_stuck(parts.producers, parts.gate, n)
                 await self._ready.wait()
                 self._usable()
         finally:
@@ -768,7 +723,7 @@ class Engine:
         if limit is not None:
             spec = evolve(spec, prompts=spec.prompts[:limit])
         if self._tokenizer is None:
-            _check_token_ids([spec])
+            check_token_ids([spec])
         await checkpoint()
         parts = self._usable()
         if self._pausing is not None and self._pauser == get_current_task().id:
@@ -814,27 +769,7 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         """Returns where everything is now. Works after the block too."""
-        parts = self._entered()
-        return EngineStatistics(
-            version=parts.gate.version,
-            batches=parts.delivery.batches,
-            turns_in_flight=parts.gate.turns,
-            pauses=parts.gate.epoch,
-            pause_seconds=parts.gate.closed_seconds,
-            outages=parts.outage.count,
-            outage_seconds=parts.outage.seconds,
-            failed_requests=parts.outage.failures,
-            probe_tokens=parts.outage.counters.committed,
-            evaluations=parts.evaluations.count,
-            evaluation_tokens=parts.evaluations.tokens,
-            judge_tokens=parts.judge_counters.committed,
-            loop_lag_max=parts.lag.longest,
-            abandoned_threads=len(parts.workers.abandoned),
-            tasks={
-                name: _task_statistics(producer, parts.counters[name])
-                for name, producer in parts.producers.items()
-            },
-        )
+        return statistics(self._entered())
 
     def tree(self) -> EngineTree:
         """Returns everything that lives in the engine, and what each of it waits for; printed, it is a page of text.
@@ -846,45 +781,9 @@ class Engine:
         parts = self._parts
         if parts is None:
             return EngineTree(state=state, version=self.version)
-        now = parts.gate.clock()
-        calls: dict[object, list[Call]] = {}
-        for slots in (parts.judge_slots, parts.tool_slots):
-            for call in slots.calls:
-                calls.setdefault(call.by, []).append(call)
-        for slots in parts.processes.slots:
-            for call in slots.calls:
-                if not call.running:  # else it stands among the judge slots
-                    calls.setdefault(call.by, []).append(call)
-        return EngineTree(
-            state=state,
-            version=parts.gate.version,
-            turns_in_flight=parts.gate.turns,
-            pause=None if self._pausing is None else self._pausing.tree(now),
-            consumer=None
-            if self._consumer is None
-            else self._consumer_tree(parts, *self._consumer),
-            slots={
-                "turn": parts.gate.slots.tree(now),
-                "judge": parts.judge_slots.tree(now),
-                "tool": parts.tool_slots.tree(now),
-            },
-            tasks={name: producer.tree(now, calls) for name, producer in parts.producers.items()},
-            uncommitted=tuple(parts.delivery.uncommitted),
-            outage=parts.outage.state,
-            evaluations=tuple(
-                (f"{each.spec.name!r} (v{each.version})", each.producer.tree(now, calls))
-                for each in parts.evaluations.live
-                if each.version is not None
-            ),
-        )
-
-    def _consumer_tree(self, parts: _Parts, groups: int, since: float) -> ConsumerTree:
-        lacking = {
-            name: producer.demand - producer.table.ready
-            for name, producer in parts.producers.items()
-            if producer.demand > producer.table.ready
-        }
-        return ConsumerTree(groups=groups, lacking=lacking, seconds=parts.gate.clock() - since)
+        pause = None if self._pausing is None else self._pausing.tree(parts.gate.clock())
+        consumer = None if self._consumer is None else consumer_tree(parts, *self._consumer)
+        return tree(parts, state, pause, consumer)
 
     def blocking(self, backend: str = "asyncio") -> BlockingEngine:
         """Returns a context manager for ordinary synchronous code; the engine runs in a thread of its own.
@@ -948,7 +847,7 @@ class Engine:
             return False
         return reported > 0 or not self._first_from_trainer
 
-    async def _first_weights(self, parts: _Parts, n: int, *, wait: bool) -> None:
+    async def _first_weights(self, parts: Parts, n: int, *, wait: bool) -> None:
         """Asks the server whether it has its first weights; waits for them, at most `outage` seconds.
 
         Raises:
@@ -985,198 +884,34 @@ class Engine:
             self._usable()
             again *= 2
 
-    def _assemble(self, *, awaits_weights: bool) -> _Parts:
-        """Builds everything once the controller's capabilities are known."""
-        from ._saving import Saver
-
-        capabilities = self._controller.capabilities
-        if self._restoration is not None:
-            self._restoration.check_vocabulary(capabilities.vocab_size)
-        for spec in self._specs:
-            check_training(spec.sampling, capabilities)
-            if spec.sampling.stop and self._tokenizer is None:
-                raise ValueError(
-                    f"task {spec.name!r}: stop={spec.sampling.stop!r} needs a tokenizer"
-                )
-        stop_token_ids = capabilities.stop_token_ids
-        if self._tokenizer is not None:
-            stop_token_ids |= self._tokenizer.stop_token_ids
-        clock = loop_clock()
-        gate = Gate(
-            version=self._first_version,
-            slots=Slots(self._capacity.turns),
-            clock=clock,
-            new_scope=loop_scopes(),
-            awaits_weights=awaits_weights,
-        )
-        outage = Outage(gate, self._instruments, self._outage)
-        prober = Prober(
-            outage,
-            gate=gate,
+    def _setup(self) -> Setup:
+        return Setup(
             controller=self._controller,
-            instruments=self._instruments,
-            on_over=self._give_up,
-        )
-        workers = Workers()
-        instruments = self._instruments
-        processes = Processes(clock, main_file())
-        judge_slots = Slots(
-            self._capacity.judges, clock, name="judge slot", instruments=instruments
-        )
-        tool_slots = Slots(self._capacity.tools, clock, name="tool slot", instruments=instruments)
-        weights = {spec.name: spec.weight for spec in self._specs}
-        allocation = Allocation(weights, self._allocate)
-        admission = Admission(self._capacity.groups, weights)
-        current_task = loop_tasks()
-        counters = {spec.name: TokenCounters() for spec in self._specs}
-        judge_counters = TokenCounters()
-        producers: dict[str, Producer] = {}
-        services_of: dict[str, RolloutServices] = {}
-
-        def share(task: str) -> float | None:
-            return delivery.share(task)
-
-        def taken() -> int:
-            return delivery.taken(gate.version)
-
-        def judging_of(spec: TaskSpec) -> Judging | None:
-            if spec.judger is None:
-                return None
-            return Judging(
-                spec.judger,
-                gate=gate,
-                slots=judge_slots,
-                workers=workers,
-                processes=processes,
-                limit=spec.limits.judge,
-                policy=policy_services(services_of[self._specs[0].name], judge_counters),
-            )
-
-        for spec in self._specs:
-            table = GroupTable(
-                spec.name,
-                max_staleness=spec.strategy.max_staleness,
-                retries=0 if spec.strategy.expired == "drop" else EXPIRED_RETRIES,
-                tail_batch=tail_batch(spec.strategy),
-                freshest_first=is_freshest_first(spec.strategy),
-                restart_whole=overrides_generate_group(spec.loop),
-                replays_groups=replays_groups(spec.loop),
-                max_token_lag=max_token_lag(spec.strategy),
-            )
-            services = services_of[spec.name] = RolloutServices(
-                task=spec.name,
-                controller=self._controller,
-                capabilities=capabilities,
-                gate=gate,
-                outage=outage,
-                tokenizer=self._tokenizer,
-                workers=workers,
-                tool_slots=tool_slots,
-                counters=counters[spec.name],
-                instruments=self._instruments,
-                sampling=spec.sampling,
-                partial=keeps_partials(spec.strategy),
-                limits=spec.limits,
-                max_response_tokens=spec.max_response_tokens,
-                max_context=min(
-                    spec.max_context or capabilities.max_context, capabilities.max_context
-                ),
-                check=check_training,
-                stop_token_ids=stop_token_ids,
-                seed=self._seed,
-                current_task=current_task,
-                newest_version=gate.newest_version,
-            )
-            producers[spec.name] = Producer(
-                spec,
-                table=table,
-                sampler=self._sampler(spec, workers),
-                gate=gate,
-                runner=GroupRunner(
-                    spec,
-                    table=table,
-                    services=services,
-                    judging=judging_of(spec),
-                    on_settled=partial(self._settled, spec.name),
-                    on_break=self._break,
-                ),
-                admission=admission,
-                share=partial(share, spec.name),
-                taken=taken,
-                publish_every=self._publish_every,
-                on_idle=self._ready.ring,
-                on_crash=partial(self._break, "production failed"),
-            )
-
-        def readings() -> dict[str, Reading]:
-            return {
-                name: read(
-                    producer.table,
-                    counters[name],
-                    producer.runner.produced,
-                    gate.closed_seconds,
-                    current_time(),
-                )
-                for name, producer in producers.items()
-            }
-
-        def expired(name: str, count: int) -> None:
-            self._instruments.tell("groups_expired", name, count)
-            admission.changed(name)
-
-        delivery = Delivery(
-            {name: producer.table for name, producer in producers.items()},
-            allocation,
-            readings,
-            is_exhausted=lambda name: producers[name].exhausted,
-            on_expired=expired,
+            specs=self._specs,
             batch_size=self._batch_size,
-        )
-        evaluations = Evaluations(gate)
-        lag = LagWatch(
-            lambda: gate.turns,
-            lambda: (
-                gate.turns > 0
-                or evaluations.on
-                or any(producer.table.flight for producer in producers.values())
-            ),
-            partial(self._instruments.tell, "loop_lagged"),
-        )
-        self._instruments.add(lag)
-        return _Parts(
-            gate=gate,
-            outage=outage,
-            prober=prober,
-            workers=workers,
-            processes=processes,
-            producers=producers,
-            counters=counters,
-            judge_counters=judge_counters,
-            delivery=delivery,
-            admission=admission,
-            eviction=Eviction(producer.runner for producer in producers.values()),
-            judge_slots=judge_slots,
-            tool_slots=tool_slots,
-            services=services_of[self._specs[0].name],
-            judging_of=judging_of,
-            evaluations=evaluations,
-            lag=lag,
-            stall=StallWatch(gate, self._stall_after, self._tell_stall),
-            saver=Saver(
-                self._run,
-                seed=self._seed,
-                start_paused=self._first_from_trainer,
-                vocab_size=capabilities.vocab_size,
-                gate=gate,
-                delivery=delivery,
-                producers=producers,
-                counters=counters,
-                workers=workers,
-                clock=clock,
-            ),
+            publish_every=self._publish_every,
+            tokenizer=self._tokenizer,
+            capacity=self._capacity,
+            allocate=self._allocate,
+            outage=self._outage,
+            stall_after=self._stall_after,
+            version=self._first_version,
+            start_paused=self._first_from_trainer,
+            seed=self._seed,
+            run=self._run,
+            instruments=self._instruments,
         )
 
-    def _restore(self, parts: _Parts) -> None:
+    def _hooks(self) -> Hooks:
+        return Hooks(
+            settled=self._settled,
+            look=self._ready.ring,
+            stalled=self._tell_stall,
+            give_up=self._give_up,
+            break_engine=self._break,
+        )
+
+    def _restore(self, parts: Parts) -> None:
         """Puts what a checkpoint holds into an engine in which nothing runs yet."""
         restoration = self._restoration
         if restoration is None:
@@ -1193,13 +928,6 @@ class Engine:
             restoration, saved=evolve(saved, visits=(), batches=()), again=()
         )  # it has changed hands, and must not be kept alive here
 
-    def _sampler(self, spec: TaskSpec, workers: Workers) -> Sampler | SourceSampler:
-        if not isinstance(spec.prompts, Sequence):
-            return SourceSampler(spec.name, spec.prompts, workers)
-        return Sampler(
-            spec.name, spec.prompts, epochs=spec.epochs, shuffle=spec.shuffle, seed=self._seed
-        )
-
     def _settled(self, task: str, row: Row) -> None:
         """A group of a task has ended: a batch may be complete, and there may be room for another."""
         parts = self._entered()
@@ -1214,11 +942,11 @@ class Engine:
         _log.warning("%s\n  print(engine.tree()) shows everything", report)
         self._instruments.tell("stalled", report)
 
-    def _demand(self, parts: _Parts, shares: Mapping[str, int]) -> None:
+    def _demand(self, parts: Parts, shares: Mapping[str, int]) -> None:
         for name, producer in parts.producers.items():
             producer.demand = shares.get(name, 0)
 
-    def _handed_over(self, parts: _Parts, batch: Batch) -> Batch:
+    def _handed_over(self, parts: Parts, batch: Batch) -> Batch:
         kept = parts.delivery.uncommitted
         if not self._keeps_batches:
             # Without a checkpoint to go back to, the trainer's next call says that it is done with the batch before.
@@ -1280,7 +1008,7 @@ class Engine:
         why = f"no request to the policy's server worked for {self._outage:g} s"
         self._break(why, ExceptionGroup(why, causes))
 
-    def _entered(self) -> _Parts:
+    def _entered(self) -> Parts:
         if self._parts is None:
             raise EngineClosed("the engine was not entered: use `async with engine`")
         return self._parts
@@ -1290,7 +1018,7 @@ class Engine:
             self._told = True
             raise EngineBroken(self._broken, causes=self._causes) from self._causes[0]
 
-    def _usable(self) -> _Parts:
+    def _usable(self) -> Parts:
         parts = self._entered()
         self._check_whole()
         if self._state is _State.CLOSED:
@@ -1313,133 +1041,6 @@ class _Batches:
             return await self._engine.next_batch(self._n)
         except EndOfPrompts:
             raise StopAsyncIteration from None
-
-
-def _check_tasks(
-    tasks: TaskSpec | Sequence[TaskSpec], batch_size: int | None
-) -> tuple[TaskSpec, ...]:
-    specs = (tasks,) if isinstance(tasks, TaskSpec) else tuple(tasks)
-    if not specs:
-        raise ValueError(f"tasks must hold at least one TaskSpec, got {tasks!r}")
-    seen: set[str] = set()
-    for spec in specs:
-        if not isinstance(spec, TaskSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"tasks must be TaskSpec objects, got {spec!r}")
-        if spec.name in seen:
-            raise ValueError(f"tasks holds two tasks named {spec.name!r}")
-        seen.add(spec.name)
-        if spec.strategy.needs_batch_size and batch_size is None:
-            raise ValueError(
-                f"batch_size is required: task {spec.name!r} runs ahead with {spec.strategy!r}"
-            )
-    _check_sources(specs)
-    if not any(spec.weight for spec in specs):
-        raise ValueError("weight is 0 for every task; at least one must be above 0")
-    return specs
-
-
-def _check_sources(specs: Sequence[TaskSpec]) -> None:
-    users: dict[int, str] = {}
-    for spec in specs:
-        if not isinstance(spec.prompts, Sequence):
-            other = users.setdefault(id(spec.prompts), spec.name)
-            if other != spec.name:
-                raise ValueError(
-                    f"prompts of task {spec.name!r} is the source of task {other!r} too; give each its own"
-                )
-
-
-def _check_token_ids(specs: Sequence[TaskSpec]) -> None:
-    for spec in specs:
-        # What a source will give is not known yet: its prompts fail one by one.
-        for prompt in spec.prompts if isinstance(spec.prompts, Sequence) else ():
-            if prompt.token_ids is None:
-                raise ValueError(
-                    f"tokenizer is required: prompt {prompt.uid!r} of task {spec.name!r} has messages only"
-                )
-
-
-def _check_starved(producers: Mapping[str, Producer]) -> None:
-    for name, producer in producers.items():
-        if producer.demand > producer.table.ready and producer.starved:
-            table = producer.table
-            reasons, failures = dict(table.dropped_in_a_row), dict(table.failures_in_a_row)
-            table.forgive()  # the next call starts counting anew
-            listed = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-            said = "".join(f"; the last one: {text}" for text in failures.values())
-            raise Starved(
-                f"task {name!r}: {sum(reasons.values())} groups in a row were unusable ({listed}){said}",
-                task=name,
-                reasons=reasons,
-                failures=failures,
-            )
-
-
-def _check_stuck(parts: _Parts, n: int) -> None:
-    """Raises if nothing that was asked for can come: nothing is in flight, and nobody may start anything."""
-    if parts.gate.closed or not all(producer.idle for producer in parts.producers.values()):
-        return
-    counters = {
-        name: {
-            "lacking": producer.missing,
-            "ready": producer.table.ready,
-            "waiting": producer.table.waiting,
-            "drawn": producer.table.drawn,
-            "delivered": producer.table.delivered,
-            "max_staleness": producer.spec.strategy.max_staleness,
-        }
-        for name, producer in parts.producers.items()
-    }
-    listed = "; ".join(
-        f"{name!r} ({producer.spec.strategy!r}): "
-        + ", ".join(f"{what} {count}" for what, count in counters[name].items())
-        for name, producer in parts.producers.items()
-    )
-    raise Stuck(
-        f"{n} groups were asked for at version {parts.gate.version}, but none is in flight and no strategy lets one "
-        f"start: {listed}",
-        version=parts.gate.version,
-        counters=counters,
-    )
-
-
-def _task_statistics(producer: Producer, counters: TokenCounters) -> TaskStatistics:
-    table = producer.table
-    parked = [sample for row in table.parked for sample in row.held]
-    parked_tokens = sum(sample.policy_tokens for sample in parked)
-    held = table.delivered_tokens + table.dropped_tokens + parked_tokens
-    return TaskStatistics(
-        drawn=table.drawn,
-        redrawn=table.redrawn,
-        delivered=table.delivered,
-        ready=table.ready,
-        waiting=table.waiting,
-        flight=len(table.flight),
-        held=producer.held,
-        dropped=dict(table.dropped),
-        expired=table.expired,
-        members=table.members,
-        members_delivered=table.delivered_members,
-        members_parked=len(parked),
-        members_live=sum(members.held for members in producer.runner.live),
-        members_dropped=table.dropped_members,
-        members_shrunk=dict(table.shrunk),
-        failures=dict(table.failures),
-        produced_samples=producer.runner.produced.samples,
-        tokens_committed=counters.committed,
-        tokens_in_records=held + producer.runner.live_tokens,
-        tokens_expired=table.expired_tokens,
-        tokens_discarded=counters.discarded,
-        tokens_late=counters.late,
-        tokens_rejected=counters.rejected,
-        resumed_turns=counters.resumed_turns,
-        retries=counters.retries,
-        restarted_turns=counters.restarted_turns,
-        unseen_turns=counters.unseen_turns,
-        replayed_turns=counters.replayed_turns,
-        diverged=counters.diverged,
-        restarted=counters.restarted,
-    )
 
 
 def _is_cancellation(error: BaseException) -> bool:

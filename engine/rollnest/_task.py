@@ -188,3 +188,54 @@ class TaskSpec:
             raise ValueError(
                 f"epochs must be None where prompts is a PromptSource, got {self.epochs}: a source ends by itself"
             )
+
+
+def check_tasks(
+    tasks: TaskSpec | Sequence[TaskSpec], batch_size: int | None
+) -> tuple[TaskSpec, ...]:
+    """Returns an engine's tasks, if they can go together.
+
+    Raises:
+        ValueError: They can't, or there is none.
+        TypeError: One is no `TaskSpec`.
+    """
+    specs = (tasks,) if isinstance(tasks, TaskSpec) else tuple(tasks)
+    if not specs:
+        raise ValueError(f"tasks must hold at least one TaskSpec, got {tasks!r}")
+    seen: set[str] = set()
+    for spec in specs:
+        if not isinstance(spec, TaskSpec):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"tasks must be TaskSpec objects, got {spec!r}")
+        if spec.name in seen:
+            raise ValueError(f"tasks holds two tasks named {spec.name!r}")
+        seen.add(spec.name)
+        if spec.strategy.needs_batch_size and batch_size is None:
+            raise ValueError(
+                f"batch_size is required: task {spec.name!r} runs ahead with {spec.strategy!r}"
+            )
+    _check_sources(specs)
+    if not any(spec.weight for spec in specs):
+        raise ValueError("weight is 0 for every task; at least one must be above 0")
+    return specs
+
+
+def _check_sources(specs: Sequence[TaskSpec]) -> None:
+    users: dict[int, str] = {}
+    for spec in specs:
+        if not isinstance(spec.prompts, Sequence):
+            other = users.setdefault(id(spec.prompts), spec.name)
+            if other != spec.name:
+                raise ValueError(
+                    f"prompts of task {spec.name!r} is the source of task {other!r} too; give each its own"
+                )
+
+
+def check_token_ids(specs: Sequence[TaskSpec]) -> None:
+    """Raises unless every prompt that is known has token ids: what is needed without a tokenizer."""
+    for spec in specs:
+        # What a source will give is not known yet: its prompts fail one by one.
+        for prompt in spec.prompts if isinstance(spec.prompts, Sequence) else ():
+            if prompt.token_ids is None:
+                raise ValueError(
+                    f"tokenizer is required: prompt {prompt.uid!r} of task {spec.name!r} has messages only"
+                )

@@ -498,10 +498,10 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             ),
             (
                 "_engine.py",
-                "            break_engine=self._break,\n        )\n        if not await",
+                "            break_engine=self._break,\n        )\n        async with AsyncExitStack",
                 "            break_engine=self._break,\n"
                 "            training=next(iter(parts.producers.values())).table,\n"
-                "        )\n        if not await",
+                "        )\n        async with AsyncExitStack",
             ),
         ),
     ),
