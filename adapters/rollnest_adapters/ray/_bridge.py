@@ -215,25 +215,29 @@ class Arrival(Generic[T]):
             raise what_failed(error)
         return self._future.result(timeout=0)
 
-    async def end(self, grace: float) -> None:
+    async def end(self, grace: float) -> bool:
         """Cancels the call until it has ended, for `grace` seconds at most; a call that goes on is named in the log.
 
         Ray loses a cancellation that reaches the actor before the call has begun there, so it is asked again.
+
+        Returns:
+            Whether it has ended.
         """
         if self.is_there:
-            return
+            return True
         again = _FIRST_AGAIN
         with anyio.CancelScope(shield=True), anyio.move_on_after(grace):
             while True:
                 try:
                     RAY.cancel(self._ref)
                 except RayError:
-                    return  # this process has left Ray; nobody is left to be told
+                    return True  # this process has left Ray; nobody is left to be told
                 with anyio.move_on_after(again):
                     await self.wait()
-                    return
+                    return True
                 again = min(2 * again, _LONGEST_AGAIN)
         _LOG.warning("%s did not end within %g s of its cancellation", self._ref, grace)
+        return False
 
 
 def _unsent(error: RayError) -> BaseException:

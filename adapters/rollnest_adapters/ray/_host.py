@@ -24,6 +24,7 @@ from rollnest.errors import InferenceError
 
 from .._checks import check_whole  # noqa: TID252
 from ._bridge import RAY, check_initialized
+from ._in_group import in_group
 from ._options import RayOptions
 from ._packing import naming_culprit
 from ._wire import GenerateReply, GenerateRequest, PolicyDescription
@@ -77,10 +78,6 @@ def policy_actor(
     given = (options or RayOptions()).given(num_cpus=0)
     with naming_culprit("make", make):
         return actor.options(**given).remote(make, max_in_flight)
-
-
-def _in_group(name: str) -> Callable[[T], T]:
-    return lambda function: RAY.method(concurrency_group=name)(function)
 
 
 class PolicyHost:
@@ -144,7 +141,7 @@ class PolicyHost:
 
     # Where the controller is
 
-    @_in_group(GENERATE)
+    @in_group(GENERATE)
     async def serve(self, name: str) -> None:
         """Holds the controller open until it is cancelled, or somebody else serves it.
 
@@ -185,7 +182,7 @@ class PolicyHost:
                 self._idle.clear()
                 await self._idle.wait()
 
-    @_in_group(GENERATE)
+    @in_group(GENERATE)
     async def describe(self, name: str) -> PolicyDescription:
         """Returns what the controller is, once the `serve` of that name has entered it."""
         await self._stay_of(name).settled.wait()
@@ -203,7 +200,7 @@ class PolicyHost:
             del self._stays[next(iter(self._stays))]
         return stay
 
-    @_in_group(GENERATE)
+    @in_group(GENERATE)
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Has the controller continue a prompt."""
         controller = self.controller
@@ -226,7 +223,7 @@ class PolicyHost:
 
     # Control calls
 
-    @_in_group(CONTROL)
+    @in_group(CONTROL)
     async def abort(self, ids: Collection[str] | None = None) -> None:
         """Ends attempts early; `None` is all of them."""
         await self.at_home(lambda: self._abort(ids))
@@ -241,43 +238,43 @@ class PolicyHost:
             del self._early[next(iter(self._early))]
         await controller.abort([self._calls[i].attempt.id for i in wanted if i in self._calls])
 
-    @_in_group(CONTROL)
+    @in_group(CONTROL)
     async def pause_generation(self, mode: str = "abort") -> None:
         """Returns once no forward pass can run; `mode` is that of a `PauseMode`."""
         await self.at_home(lambda: self.controller.pause(PauseMode(mode)))
 
-    @_in_group(CONTROL)
+    @in_group(CONTROL)
     async def continue_generation(self) -> None:
         """Lets forward passes run again."""
         await self.at_home(lambda: self.controller.resume())
 
-    @_in_group(CONTROL)
+    @in_group(CONTROL)
     async def update_weights(self, source: Mapping[str, Any] | str | None, version: int) -> None:
         """Loads new weights; `None` says that they have been moved already."""
         given: WeightSource = _moved if source is None else source
         await self.at_home(lambda: self.controller.update_weights(given, version))
 
-    @_in_group(CONTROL)
+    @in_group(CONTROL)
     async def version(self) -> int | None:
         """Returns the weight version that the controller reports."""
         return await self.at_home(lambda: self.controller.version())
 
-    @_in_group(CONTROL)
+    @in_group(CONTROL)
     async def health(self) -> Health:
         """Asks the controller whether it works."""
         return await self.at_home(lambda: self.controller.health())
 
-    @_in_group(CONTROL)
+    @in_group(CONTROL)
     async def release(self, tags: Collection[ReleaseTag]) -> None:
         """Gives memory back."""
         await self.at_home(lambda: self.controller.release(tags))
 
-    @_in_group(CONTROL)
+    @in_group(CONTROL)
     async def reload(self, tags: Collection[ReleaseTag]) -> None:
         """Takes memory again."""
         await self.at_home(lambda: self.controller.reload(tags))
 
-    @_in_group(CONTROL)
+    @in_group(CONTROL)
     async def in_flight(self) -> tuple[str, ...]:
         """Returns the ids of the attempts in flight, oldest first."""
         return tuple(self._calls)

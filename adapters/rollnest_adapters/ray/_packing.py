@@ -22,11 +22,11 @@ def naming_culprit(name: str, value: object) -> Generator[None]:
     try:
         yield
     except (TypeError, ValueError, AttributeError, PicklingError, RecursionError) as error:
-        if _picklable(value):
+        why = _why_not(value)
+        if why is None:
             raise
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TypeError(
-            f"{name} must be picklable, to be sent to an actor{_culprit(value)}: {why}, got {value!r}"
+            f"{name} must be picklable, to be sent to an actor{_culprit(value)}: {why}; got {value!r:.300}"
         ) from error
 
 
@@ -49,7 +49,7 @@ def _culprit(value: object) -> str:
         seen.add(id(value))
         found = False
         for name, part in _parts(value).items():
-            if not _picklable(part):
+            if _why_not(part) is not None:
                 path.append(name)
                 value, found = part, True
                 break
@@ -58,6 +58,9 @@ def _culprit(value: object) -> str:
 
 def _parts(value: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {}
+    if isinstance(value, dict):
+        items = cast("dict[object, object]", value)
+        return {repr(key): part for key, part in items.items()}
     function = getattr(value, "__func__", value)
     closure, code = getattr(function, "__closure__", None), getattr(function, "__code__", None)
     if closure and code is not None:
@@ -68,21 +71,24 @@ def _parts(value: Any) -> dict[str, Any]:
                 continue  # not assigned yet
     if (bound := getattr(value, "__self__", None)) is not None:
         parts["self"] = bound
-    if isinstance(value, dict):
-        items = cast("dict[object, object]", value)
-        parts.update({repr(key): part for key, part in items.items()})
     if not isinstance(value, type):
-        attributes: dict[str, Any] = getattr(cast("Any", value), "__dict__", {})
+        attributes: dict[str, Any] = getattr(value, "__dict__", {})
         parts.update(attributes)
+        for kind in type(value).__mro__:
+            slots: Any = getattr(kind, "__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name):
+                    parts[name] = getattr(value, name)
     return parts
 
 
-def _picklable(value: object) -> bool:
+def _why_not(value: object) -> str | None:
+    """Why it can't be pickled; `None` if it can."""
     try:
         _dumps(value)
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _dumps(value: object) -> bytes:
