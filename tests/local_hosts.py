@@ -85,8 +85,7 @@ class LocalHosts(HostedLoop):
         if host.lost is None:
             self.kill(local, why)
 
-    @property
-    def orphans(self) -> list[str]:
+    async def orphans(self) -> list[str]:
         """What still runs somewhere; of those that were killed, nothing does."""
         return [uid for host in self.living for uid in host.here.sessions]
 

@@ -72,7 +72,7 @@ async def killed(
             await anyio.sleep_until(started + at)
             hosts.kill()
             assert_conserved(engine, committed=controller.committed)
-    assert hosts.orphans == []
+    assert await hosts.orphans() == []
     assert_conserved(engine, committed=controller.committed)
     (sample,) = got[0].samples
     check_sample(sample)
@@ -130,6 +130,30 @@ async def test_a_loop_that_brings_its_host_down_fails_its_sample() -> None:
             await engine.next_batch(1)
         assert engine.statistics().tasks["task"].dropped == {"loop": 1}
     assert hosts.kills == 4
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+async def test_whoever_ran_beside_a_loop_that_brings_hosts_down_is_not_to_blame(
+    workers: int,
+) -> None:
+    hosts: LocalHosts
+
+    async def loop(rollout: Rollout) -> None:
+        await rollout.generate()
+        if rollout.prompt.uid == "p3":
+            (at,) = [host for host in hosts.living if rollout.uid in host.here.sessions]
+            hosts.kill(at)
+            await sleep_forever()
+        await rollout.generate()
+
+    hosts = LocalHosts(loop, workers)
+    async with Engine(server(), task_of(hosts, prompts=prompts(8))) as engine:
+        result = await engine.evaluate("task")
+        failed = {s.prompt.uid: s.failure.message for s in result.samples if s.failure}
+    assert failed == {"p3": failed["p3"]}
+    assert "was lost 4 times" in failed["p3"]
+    assert hosts.kills == 4
+    assert [len(s.segments[0]) for s in result.samples if not s.failure] == [4] * 7
 
 
 @pytest.mark.parametrize("on_unknown", ["rerun", "fail"])
@@ -249,15 +273,15 @@ async def test_a_pause_needs_no_host(mode: PauseMode) -> None:
             assert pause.quiet_seconds == 0.0
             assert controller.open == {} or mode is PauseMode.KEEP
             if mode is PauseMode.EVICT:
-                assert hosts.orphans == []
+                assert await hosts.orphans() == []
             else:
                 await sleep(100)
-                assert len(hosts.orphans) >= 2
+                assert len(await hosts.orphans()) >= 2
             assert_conserved(engine)
     for sample in got[0].samples:
         check_sample(sample)
         assert len(sample.segments[0]) == 9
-    assert hosts.orphans == []
+    assert await hosts.orphans() == []
     assert_conserved(engine, committed=controller.committed)
 
 
@@ -279,7 +303,7 @@ async def test_a_cancelled_loop_has_ended_before_its_group_has() -> None:
             await engine.next_batch(1)
         async with engine.paused(PauseMode.EVICT):
             assert len(ended) == 3
-            assert hosts.orphans == []
+            assert await hosts.orphans() == []
 
 
 async def test_a_host_that_does_not_end_a_loop_is_given_up() -> None:
@@ -295,7 +319,7 @@ async def test_a_host_that_does_not_end_a_loop_is_given_up() -> None:
         assert deaf.there not in hosts.hosts
         (sample,) = (await engine.next_batch(1)).samples
     assert columns(sample) == columns(await whole(talk))
-    assert hosts.orphans == []
+    assert await hosts.orphans() == []
 
 
 async def test_without_a_host_rollouts_wait_for_one() -> None:
@@ -393,7 +417,7 @@ async def test_what_a_host_says_is_checked_before_it_changes_anything(
     assert failure is not None
     assert failure.kind == "loop"
     assert said in failure.message
-    assert hosts.orphans == []
+    assert await hosts.orphans() == []
 
 
 async def test_a_tools_answer_that_no_journal_can_hold_is_refused() -> None:

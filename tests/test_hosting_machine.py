@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 import pytest
 from anyio import create_task_group, sleep
+from anyio.lowlevel import checkpoint
 from attrs import frozen
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rollnest import AsyncStrategy, Batch, Engine, Limits, PauseMode, Rollout, Sample, Sampling
+from rollnest.hosting import HostedLoop
 from rollnest.testing import (
     ScriptedController,
     assert_conserved,
@@ -32,7 +34,7 @@ from .local_hosts import LocalHosts
 RATE, VOCAB = 1.0, 1000
 
 
-async def play(rollout: Rollout) -> None:
+async def play(rollout: Rollout, unit: float = 1.0) -> None:
     """Turns, tools that are async or in threads, parts side by side, and code of its own in between."""
     for _ in range(rollout.random.randrange(1, 4)):
         turn = await rollout.generate()
@@ -41,8 +43,8 @@ async def play(rollout: Rollout) -> None:
                 for number in range(2):
                     tasks.start_soon(part, rollout, number, len(rollout.turns))
         if rollout.random.random() < 0.7:
-            rollout.append([700 + await rollout.tool(count, len(turn))])
-        await sleep(rollout.random.random())
+            rollout.append([700 + await rollout.tool(count, len(turn), unit)])
+        await sleep(unit * rollout.random.random())
     if rollout.random.random() < 0.2:
         rollout.finish("enough")
 
@@ -53,13 +55,13 @@ async def part(rollout: Rollout, number: int, turns: int) -> None:
     context.append([600 + number])
 
 
-async def count(number: int) -> int:
-    await sleep(0.5)
+async def count(number: int, unit: float) -> int:
+    await sleep(0.5 * unit)
     return number
 
 
 async def judge(sample: Sample) -> float:
-    await sleep(0.7)
+    await checkpoint()
     return float(len(sample.segments[0]) % 2)
 
 
@@ -105,9 +107,24 @@ def check_tokens(sample: Sample) -> None:
             ids.append(token)
 
 
-async def history(hosts: LocalHosts, steps: Sequence[Do], end: str) -> Counter[str]:
-    """Plays the steps; returns what was seen."""
-    controller = ScriptedController(rate=RATE, vocab_size=VOCAB, stop_every=16)
+class Killable(Protocol):
+    """Hosts of any kind, as a history needs them."""
+
+    kills: int
+
+    def kill(self) -> None:
+        """Kills the one that has the most to do."""
+
+    async def orphans(self) -> list[str]:
+        """What still runs there."""
+        ...
+
+
+async def history(
+    hosts: HostedLoop, killable: Killable, steps: Sequence[Do], end: str, unit: float = 1.0
+) -> Counter[str]:
+    """Plays the steps, of so many seconds; returns what was seen."""
+    controller = ScriptedController(rate=RATE / unit, vocab_size=VOCAB, stop_every=16)
     task = spec(
         loop=hosts,
         group_size=3,
@@ -132,29 +149,30 @@ async def history(hosts: LocalHosts, steps: Sequence[Do], end: str) -> Counter[s
             for step in steps:
                 match step.what:
                     case "sleep":
-                        await sleep(step.seconds)
+                        await sleep(unit * step.seconds)
                     case "kill":
-                        hosts.kill()
+                        killable.kill()
                     case "kill all":
-                        for host in hosts.living:
-                            hosts.kill(host)
+                        for _ in range(3):
+                            killable.kill()
                     case "take":
                         take_in(await engine.next_batch(2))
                     case _:
-                        async with engine.paused(step.mode, grace=step.seconds) as pause:
+                        async with engine.paused(step.mode, grace=unit * step.seconds) as pause:
                             if step.mode is not PauseMode.KEEP:
                                 assert controller.open == {}
                             if step.what != "pause":
-                                hosts.kill()
-                                await sleep(1.0)
+                                killable.kill()
+                                await sleep(unit)
                             await pause.update_weights({})
                 assert controller.while_paused == 0  # I10
                 assert_conserved(engine, committed=controller.committed)  # I7
+            async with engine.paused(PauseMode.EVICT, grace=0.0):
+                assert await killable.orphans() == []
             if end == "cancel":
                 scope.cancel()
             elif end == "take":
                 take_in(await engine.next_batch(2))
-    assert hosts.orphans == []
     assert controller.open == {}
     assert_conserved(engine, committed=controller.committed)
     statistics = engine.statistics()
@@ -163,7 +181,7 @@ async def history(hosts: LocalHosts, steps: Sequence[Do], end: str) -> Counter[s
     assert max(visits.values(), default=1) == 1  # I8
     for name in ("replayed_turns", "resumed_turns", "diverged", "delivered"):
         seen[name] += statistics.total(name)
-    seen["kills"] += hosts.kills
+    seen["kills"] += killable.kills
     return seen
 
 
@@ -182,10 +200,12 @@ def test_any_history_of_killed_hosts_keeps_the_invariants(make: Any) -> None:
     @given(STEPS, st.sampled_from(["take", "leave", "cancel"]), st.integers(1, 3))
     def run(steps: Sequence[Do], end: str, workers: int) -> None:
         backend, options = make()
+        hosts = LocalHosts(play, workers)
         seen.update(
             anyio.run(
                 history,
-                LocalHosts(play, workers),
+                hosts,
+                hosts,
                 steps,
                 end,
                 backend=backend,

@@ -55,6 +55,7 @@ __all__ = [
     "ToHost",
     "UseTool",
     "Withdraw",
+    "holds_users_objects",
 ]
 
 
@@ -327,3 +328,10 @@ class End:
 
 
 ToHost: TypeAlias = "Prepare | Begin | Run | Answer | Stop | End"
+
+
+def holds_users_objects(message: ToHost) -> bool:
+    """Whether a message may hold objects of classes that are the user's own: a prompt, a tokenizer, a verdict."""
+    if isinstance(message, Answer):
+        return isinstance(message.value, Verdict)
+    return isinstance(message, Prepare | Begin)

@@ -57,7 +57,8 @@ from .errors import HostLost, LoopError, RollnestError, ToolError, describe
 
 __all__ = ["Host", "HostedLoop"]
 
-_REMEMBERED = 8192  # rollouts of which it is known where they ran last
+_REMEMBERED = 8192  # rollouts of which something is known
+_SUSPECT = 2  # how often a rollout's host was lost, until it is looked at
 
 
 class HostedLoop(AgentLoop):
@@ -65,6 +66,9 @@ class HostedLoop(AgentLoop):
 
     A rollout goes to the host that has the fewest, the least recently chosen of them first; one that runs again, to
     where it ran before. Without any host it waits for one.
+
+    A loop may be what brings its host down. So a rollout that was lost twice becomes a suspect: a host takes one of
+    them at a time, and if it goes down then, the others are not to blame.
 
     Attributes:
         loop: The loop.
@@ -92,14 +96,13 @@ class HostedLoop(AgentLoop):
         self._grace = grace
         self._sessions = 0
         self._setups: dict[int, tuple[RolloutServices, Prepare]] = {}
-        self._last: OrderedDict[str, Host] = OrderedDict()
-        self._joined = Event()
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._changed = Event()
 
     def join(self, host: Host) -> None:
         """From now on a host takes rollouts."""
         self.hosts.append(host)
-        joined, self._joined = self._joined, Event()
-        joined.set()
+        self._tell()
 
     def lose(self, host: Host, why: str) -> None:
         """A host is gone, with the loops that ran there. May be called again."""
@@ -120,9 +123,13 @@ class HostedLoop(AgentLoop):
         Cancellation: the loop is cancelled where it runs, and its end waited for, for `grace` seconds. Then its host is
         given up, so that nothing is left there.
         """
-        host = await self._choose(rollout.uid)
+        known = self._known.setdefault(rollout.uid, _Known())
+        self._known.move_to_end(rollout.uid)
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        known.host = host = await self._choose(known)
         self._sessions += 1
-        session = _Session(self._sessions, rollout, host)
+        session = _Session(self._sessions, rollout, host, is_suspect=known.is_suspect)
         try:
             await session.serve(self._prepared(rollout, host))
         finally:
@@ -136,23 +143,30 @@ class HostedLoop(AgentLoop):
                     why = f"it did not end the loop of {rollout.uid} in {self._grace} s"
                     self.give_up(host, why)
                 host.sessions.pop(session.number, None)
+                if session.is_suspect:
+                    self._tell()
+                known.blamed += session.is_blamed
         session.conclude()
 
-    async def _choose(self, uid: str) -> Host:
-        while not self.hosts:
-            await self._joined.wait()
-        before = self._last.pop(uid, None)
-        if before in self.hosts:
-            host = before
-        else:
-            host = min(self.hosts, key=lambda host: len(host.sessions))
-            # The next of as many comes first: ties go round.
-            self.hosts.remove(host)
-            self.hosts.append(host)
-        self._last[uid] = host
-        if len(self._last) > _REMEMBERED:
-            self._last.popitem(last=False)
+    async def _choose(self, known: _Known) -> Host:
+        while not (hosts := self._that_take(known)):
+            await self._changed.wait()
+        if known.host in hosts:
+            return known.host
+        host = min(hosts, key=lambda host: len(host.sessions))
+        # The next of as many comes first: ties go round.
+        self.hosts.remove(host)
+        self.hosts.append(host)
         return host
+
+    def _that_take(self, known: _Known) -> list[Host]:
+        if not known.is_suspect:
+            return self.hosts
+        return [host for host in self.hosts if not host.suspects]
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, Event()
+        changed.set()
 
     def _prepared(self, rollout: Rollout, host: Host) -> Prepare:
         services = _core(rollout).services
@@ -199,16 +213,42 @@ class Host:
         if session is not None:
             session.receive(message)
 
+    @property
+    def suspects(self) -> list[_Session]:
+        """Those that may be what brings it down, if anything does."""
+        return [session for session in self.sessions.values() if session.is_suspect]
+
     def lose(self, why: str) -> None:
         """It is gone; see `HostedLoop.lose`."""
         if self.lost is None:
             self.lost = why
-            for session in list(self.sessions.values()):
-                session.lose(f"{self.name}: {why}")
+            sessions = list(self.sessions.values())
+            blamed = self.suspects or sessions
+            for session in sessions:
+                session.lose(f"{self.name}: {why}", blamed=session in blamed)
 
     def __repr__(self) -> str:
         state = f"lost: {self.lost}" if self.lost else f"{len(self.sessions)} rollouts"
         return f"<Host {self.name}: {state}>"
+
+
+class _Known:
+    """What is known of a rollout.
+
+    Attributes:
+        host: Where it ran last.
+        blamed: How often it may have brought a host down.
+    """
+
+    __slots__ = ("blamed", "host")
+
+    def __init__(self) -> None:
+        self.host: Host | None = None
+        self.blamed = 0
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.blamed >= _SUSPECT
 
 
 class _Lane:
@@ -233,11 +273,15 @@ class _Session:
     Attributes:
         number: Its own on the host.
         over: Whether nothing more will come of it: the loop has ended there, or the host is lost.
+        is_suspect: Whether it may bring its host down.
+        is_blamed: Whether it may have.
     """
 
-    def __init__(self, number: int, rollout: Rollout, host: Host) -> None:
+    def __init__(self, number: int, rollout: Rollout, host: Host, *, is_suspect: bool) -> None:
         self.number = number
         self.over = False
+        self.is_suspect = is_suspect
+        self.is_blamed = False
         self._rollout = rollout
         self._core = _core(rollout)
         self._send = host.send
@@ -264,21 +308,27 @@ class _Session:
             **_place(rollout),
         )
         self._host.sessions[self.number] = self
+        unsent: Exception | None = None
         async with create_task_group() as tasks:
             self._tasks = tasks
             self._lanes[0] = lane = _Lane()
             try:
                 self._send(begin)
+            except Exception as error:  # raised outside, where it is not in a group
+                unsent, self.over = error, True
+            try:
                 await self._serve_lane(lane)  # of the task that runs the loop, as here
             finally:
                 self._tasks = None
             if self._lost is None:
                 tasks.cancel_scope.cancel()  # what is left, the loop has not waited for
+        if unsent is not None:
+            raise unsent
 
     def conclude(self) -> None:
         """Says how the loop has ended."""
         if self._lost is not None:
-            raise HostLost(self._lost)
+            raise HostLost(self._lost, blamed=self.is_blamed)
         if self._failure is not None:
             self._core.failure = self._failure
 
@@ -310,10 +360,10 @@ class _Session:
                     self._failure = message.failure
                 self._end()
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: str, *, blamed: bool) -> None:
         """The host is gone. A turn or a verdict comes to its end, a tool has gone with it."""
         if not self.over:
-            self._lost = why
+            self._lost, self.is_blamed = why, blamed
             self._end()
             for number in self._running:
                 self._serving[number].cancel()

@@ -400,7 +400,7 @@ class Members:
                 await self._spec.loop.generate_sample(rollout)
             except HostLost as lost:
                 if not must_restart(rollout):
-                    losses += 1
+                    losses += lost.blamed
                     if losses > _LOSSES:
                         raise LoopError(
                             f"what ran the agent loop was lost {losses} times; {describe(lost)}"

@@ -106,8 +106,15 @@ class HostLost(RollnestError):
 
     A loop that runs its work elsewhere raises it. The engine runs the loop again, on a rollout that has everything the
     lost one had: turns, results of tools, verdicts. A tool that was running counts as not known to have taken effect.
-    After three times, the sample fails.
+    A loop that may itself be why fails its sample the fourth time.
+
+    Attributes:
+        blamed: Whether this loop may be what brought it down.
     """
+
+    def __init__(self, message: str, *, blamed: bool = True) -> None:
+        super().__init__(message)
+        self.blamed = blamed
 
 
 class UnsupportedSampling(RollnestError, ValueError):

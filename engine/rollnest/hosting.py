@@ -15,9 +15,23 @@ Whoever only wants to use one reads `rollnest_adapters.ray`.
 from __future__ import annotations
 
 from ._host import LoopHost as LoopHost
+from ._host_messages import Begin as Begin
+from ._host_messages import Ended as Ended
 from ._host_messages import FromHost as FromHost
+from ._host_messages import Prepare as Prepare
 from ._host_messages import ToHost as ToHost
+from ._host_messages import holds_users_objects as holds_users_objects
 from ._hosted_loop import Host as Host
 from ._hosted_loop import HostedLoop as HostedLoop
 
-__all__ = ["FromHost", "Host", "HostedLoop", "LoopHost", "ToHost"]
+__all__ = [
+    "Begin",
+    "Ended",
+    "FromHost",
+    "Host",
+    "HostedLoop",
+    "LoopHost",
+    "Prepare",
+    "ToHost",
+    "holds_users_objects",
+]

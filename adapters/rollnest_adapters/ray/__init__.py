@@ -16,6 +16,8 @@ from ._failures import RayCallFailed as RayCallFailed
 from ._host import PolicyHost as PolicyHost
 from ._host import policy_actor as policy_actor
 from ._judgers import RayJudgers as RayJudgers
+from ._loop_actor import RayLoopState as RayLoopState
+from ._loops import RayLoops as RayLoops
 from ._options import RayOptions as RayOptions
 from ._wire import GenerateReply as GenerateReply
 from ._wire import GenerateRequest as GenerateRequest
