@@ -242,6 +242,7 @@ def test_masking_is_by_lag_and_lag_is_by_the_mask(
     assert table.expire(version) == (mask is None)
     assert table.ready == (mask is not None)
     if mask is not None:
+        (row,) = table.parked
         (sample,) = row.members.samples
         assert sample.segments[0].mask.tolist() == mask
         assert sample.lag(version) <= staleness

@@ -82,7 +82,10 @@ class ReplayBuffer(Generic[T]):
 
     def ready_rows(self) -> list[T]:
         """Ready rows."""
-        return [row for ready in self._by_version.values() for row in ready.rows]
+        rows: list[T] = []
+        for ready in self._by_version.values():
+            rows += ready.rows
+        return rows
 
     def put(self, row: T, version: int, visit: int) -> None:
         """Takes in a ready row whose oldest trainable token is of `version`."""

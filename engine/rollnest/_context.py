@@ -31,10 +31,26 @@ from ._workers import Workers
 from .abc import Capabilities, InferenceController, Tokenizer
 from .errors import DataError, InferenceError, LoopError, UnsupportedSampling, describe
 
-__all__ = ["Context", "RolloutCore", "RolloutServices", "freeze_context", "note_context"]
+__all__ = [
+    "Context",
+    "LaterContext",
+    "RolloutCore",
+    "RolloutServices",
+    "freeze_context",
+    "note_context",
+    "read_context_note",
+]
 
 _NOTHING = Response().seal()
 _STOP, _LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+_Came: TypeAlias = "tuple[Response, int, FinishReason | None, Sampling]"
+_Asked: TypeAlias = "tuple[int, Request]"
+_Noted: TypeAlias = (
+    "tuple[memoryview[int], RolloutServices, Response, int, _Came | None, _Asked | None, int, int]"
+)
+LaterContext: TypeAlias = "_Noted | tuple[ContextNote, int, int]"
+"""What a context holds, noted in passing."""
 
 _Outcome: TypeAlias = 'Literal["stop", "length", "timeout"]'
 
@@ -214,13 +230,49 @@ def freeze_context(context: Context, *, trim: bool) -> Segment:
     return context._freeze(trim=trim)  # pyright: ignore[reportPrivateUsage]
 
 
-def note_context(context: Context) -> tuple[ContextNote, int, int]:
+def note_context(context: Context) -> LaterContext:
     """What there is of a context now, for a checkpoint; the context goes on.
 
     Returns:
-        The note, how many tokens are in no turn of it, and how many requests have brought nothing yet.
+        What `read_context_note` makes a note of, whenever that is.
     """
     return context._note()  # pyright: ignore[reportPrivateUsage]
+
+
+def read_context_note(later: LaterContext) -> tuple[ContextNote, int, int]:
+    """Makes the note of a context.
+
+    Returns:
+        The note, how many tokens are in no turn of it, and how many requests had brought nothing yet.
+    """
+    if len(later) == 3:
+        return later
+    return _noted(*later)
+
+
+def _noted(
+    prompt_ids: memoryview[int],
+    services: RolloutServices,
+    response: Response,
+    length: int,
+    attempt: _Came | None,
+    asked: _Asked | None,
+    begun: int,
+    tries: int,
+) -> tuple[ContextNote, int, int]:
+    note = ContextNote(prompt_ids, response, length)
+    unseen = 0
+    if attempt is not None:
+        note.received, note.received_length, reason, _ = attempt
+        unseen = int(not note.received_length and reason is None)
+    if asked is not None:
+        stop = note.length + note.received_length
+        note.running = running = RunningTurn(asked, begun, stop, tries)
+        if attempt is not None and note.received_length:
+            _, _, running.finish_reason, sampling = attempt
+            running.min_tokens = sampling.min_tokens
+            running.stops = services.stop_token_ids, sampling.stop_token_ids
+    return note, 0, unseen
 
 
 class Context:
@@ -506,8 +558,29 @@ class Context:
             response = response.without_trailing_context()
         return Segment(self._prompt_ids, response)
 
-    def _note(self) -> tuple[ContextNote, int, int]:
-        """What there is now; see `note_context`."""
+    def _note(self) -> LaterContext:
+        """What there is now; see `note_context`. Made for each turn in flight in one step, so it is a bare tuple."""
+        attempt, response, running = self._running, self._response, None
+        services = self._core.services
+        if attempt is not None:
+            if not services.partial:
+                return self._note_at_once()
+            received = attempt.received
+            running = received, len(received), attempt.finish_reason, self._request[0]
+        if self._record is not None:
+            return self._note_at_once()
+        return (
+            self._prompt_ids,
+            services,
+            response,
+            len(response),
+            running,
+            self._asked,
+            self._begun,
+            self._tries,
+        )
+
+    def _note_at_once(self) -> tuple[ContextNote, int, int]:
         record, attempt, response = self._record, self._running, self._response
         note = ContextNote(self._prompt_ids, response, len(response))
         discarded = unseen = 0

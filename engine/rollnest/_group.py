@@ -115,8 +115,8 @@ class GroupRunner:
             # No await from here on: nothing can come between the freezing and the table.
             self._settle(members, self._services.gate.clock() - members.started)
 
-    def note(self, now: float) -> list[GroupNote]:
-        """What there is of the groups in flight, for a checkpoint."""
+    def note(self, now: float) -> list[Callable[[], GroupNote]]:
+        """What there is of the groups in flight, for a checkpoint: what makes the notes, whenever it is called."""
         whole = self._by_group_loop and not self._replays
         return [members.note(now, whole=whole) for members in self.live]
 

@@ -10,6 +10,7 @@ import logging
 from array import array
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 from anyio import CancelScope, create_task_group, get_cancelled_exc_class
@@ -64,6 +65,7 @@ RETRIED = "retried"
 _LOSSES = 3
 """How often a member's loop may be lost with what ran it. A loop that brings that down itself would do so for ever."""
 
+_NOBODY: dict[int, Sample] = {}
 _NO_IDS = memoryview(array("i")).toreadonly()
 _GROUP = -1  # in the place of an index: the members' common judgement
 
@@ -620,45 +622,79 @@ class Members:
             told=ended or left is not None,
         )
 
-    def note(self, now: float, *, whole: bool) -> GroupNote:
+    def note(self, now: float, *, whole: bool) -> Callable[[], GroupNote]:
         """What there is of the group now, for a checkpoint; the group goes on.
 
         Args:
             now: The event loop's time.
             whole: Whether its loop begins anew as a whole.
+
+        Returns:
+            What makes the note, whenever it is called.
         """
+        # Done for each group in flight in one step: what can't change any more is read later.
         row, samples, unjudged = self.row, self.samples, self.unjudged
-        live = [i for i in self._indexes if i not in samples and i not in unjudged]
+        live: Iterable[int] = self._indexes
+        if samples or unjudged:
+            samples, unjudged = samples.copy(), unjudged.copy()
+            live = [i for i in live if i not in samples and i not in unjudged]
+        else:
+            samples, unjudged = _NOBODY, _NOBODY
+        return partial(
+            self._group_note,
+            samples,
+            unjudged,
+            [self._note(index, now) for index in live],
+            whole,
+            row.kept,  # never changed: another one takes its place
+            row.seconds + now - self.started,
+            row.expiries,
+            self.tries,
+            None if self.lives is None else self._note_lives(self.lives),
+        )
+
+    def _group_note(
+        self,
+        samples: dict[int, Sample],
+        unjudged: dict[int, Sample],
+        live: Sequence[Callable[[], RolloutNote]],
+        whole: bool,
+        kept: Mapping[int, Sample],
+        seconds: float,
+        expiries: int,
+        tries: Tries,
+        lives: LivesNote | None,
+    ) -> GroupNote:
+        """Makes the note of what there was."""
+        row = self.row
         return GroupNote(
             task=self._spec.name,
             prompt=row.prompt,
             visit=row.visit,
             sampling=self._services.sampling,
             logprobs_mode=self._services.capabilities.logprobs,
-            samples=samples.copy(),
+            samples=samples,
             by_group=self._judging is not None and self._judging.by_group,
-            unjudged=unjudged.copy(),
-            live=[self._note(index, now) for index in live],
+            unjudged=unjudged,
+            live=[note() for note in live],
             group_size=self._spec.group_size,
             least=self._spec.failures.least(self._spec.group_size),
             whole=whole,
-            counted=row.kept,  # never changed: another one takes its place
-            seconds=row.seconds + now - self.started,
-            expiries=row.expiries,
-            tries=self.tries,
-            lives=self._note_lives(),
+            counted=kept,
+            seconds=seconds,
+            expiries=expiries,
+            tries=tries,
+            lives=lives,
         )
 
-    def _note_lives(self) -> LivesNote | None:
-        if self.lives is None:
-            return None
+    def _note_lives(self, lives: Lives) -> LivesNote:
         frozen = self.unjudged | self.samples
         journals = {
             index: later_journal(rollout, frozen[index])
             for index, rollout in self.rollouts.items()
             if index in frozen
         }
-        return self.lives.note(journals)
+        return lives.note(journals)
 
     @property
     def tries(self) -> Tries:
@@ -669,15 +705,17 @@ class Members:
         gone = frozenset(range(total)).difference(self._indexes)
         return Tries(dict(self._places), dict(self._failures), gone)
 
-    def _note(self, index: int, now: float) -> RolloutNote:
-        rollout, journal = self.rollouts.get(index), self._left.get(index)
+    def _note(self, index: int, now: float) -> Callable[[], RolloutNote]:
+        rollout = self.rollouts.get(index)
         if rollout is not None:
             return note_rollout(rollout, now)
+        journal = self._left.get(index)
         if self.lives is not None:
             life = self.lives.recorded(index, self._places.get(index, 0))
             journal = None if life is None else life.journal
-        note = RolloutNote(index=index)
-        return note if journal is None else play_later(note, journal)
+        if journal is None:
+            return partial(RolloutNote, index=index)
+        return partial(play_later, RolloutNote(index=index), journal)
 
     def _end_rest(self) -> None:
         """Ends the members that have not: they were cancelled, for what fails by itself has ended."""

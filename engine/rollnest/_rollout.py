@@ -18,7 +18,15 @@ from anyio.lowlevel import checkpoint
 
 from ._capture import ContextNote, RolloutNote, within
 from ._codecs import Plain, decode, encode, fingerprint, same, unrecordable_return
-from ._context import Context, RolloutCore, RolloutServices, freeze_context, note_context
+from ._context import (
+    Context,
+    LaterContext,
+    RolloutCore,
+    RolloutServices,
+    freeze_context,
+    note_context,
+    read_context_note,
+)
 from ._gate import OverLimit
 from ._journal import (
     MAIN,
@@ -30,6 +38,7 @@ from ._journal import (
     Outcome,
     Raised,
     RecordedCall,
+    Replay,
     Returned,
     ToolReplay,
     check_tool_options,
@@ -124,12 +133,15 @@ def later_journal(rollout: Rollout, sample: Sample) -> Callable[[], Journal | No
     return rollout._later_journal(sample)  # pyright: ignore[reportPrivateUsage]
 
 
-def note_rollout(rollout: Rollout, now: float) -> RolloutNote:
+def note_rollout(rollout: Rollout, now: float) -> Callable[[], RolloutNote]:
     """What there is of a rollout now, for a checkpoint; the rollout goes on.
 
     Args:
         rollout: The rollout, not frozen.
         now: The event loop's time.
+
+    Returns:
+        What makes the note, whenever it is called.
     """
     return rollout._note(now)  # pyright: ignore[reportPrivateUsage]
 
@@ -551,40 +563,74 @@ class Rollout:
 
         return make
 
-    def _note(self, now: float) -> RolloutNote:
-        core, replay = self._core, self._core.replay
+    def _note(self, now: float) -> Callable[[], RolloutNote]:
+        core = self._core
+        calls = () if self._log is None else tuple(self._log.calls.values())
+        unopened = None if core.replay is None else self._note_replay(core.replay, calls)
+        # Done for each rollout in flight in one step. Turns are only added, so how many there are says what there was.
+        return partial(
+            self._noted,
+            now,
+            core.finish_reason,
+            [note_context(context) for context in core.contexts],
+            len(core.turns),
+            calls,
+            core.attempts,
+            core.cut,
+            self.policy_tokens if self._must_restart else None,
+            unopened,
+        )
+
+    @staticmethod
+    def _note_replay(
+        replay: Replay, calls: Sequence[RecordedCall]
+    ) -> tuple[list[ContextNote], list[RecordedCall]]:
+        """What the loop has not asked for again."""
+        known = {call.begun for call in calls}
+        return [
+            ContextNote(c.prompt_ids, c.response, c.end, recorded=tuple(c.turns))
+            for c in replay.contexts
+        ], [call for call in replay.calls if call.begun not in known]
+
+    def _noted(
+        self,
+        now: float,
+        finish_reason: str | None,
+        opened: Sequence[LaterContext],
+        turns: int,
+        calls: tuple[RecordedCall, ...],
+        attempts: int,
+        cut: bool,
+        lost: int | None,
+        unopened: tuple[list[ContextNote], list[RecordedCall]] | None,
+    ) -> RolloutNote:
+        """Makes the note of what there was."""
+        core = self._core
         contexts: list[ContextNote] = []
         discarded = unseen = 0
-        for context in core.contexts:
-            note, tokens, requests = note_context(context)
+        for later in opened:
+            note, tokens, requests = read_context_note(later)
             contexts.append(note)
             discarded += tokens
             unseen += requests
-        calls = () if self._log is None else tuple(self._log.calls.values())
-        if replay is not None:
-            contexts += [
-                ContextNote(c.prompt_ids, c.response, c.end, recorded=tuple(c.turns))
-                for c in replay.contexts
-            ]
-            known = {call.begun for call in calls}
-            calls += tuple(call for call in replay.calls if call.begun not in known)
-        if self._must_restart:
-            discarded = self.policy_tokens
+        if unopened is not None:
+            contexts += unopened[0]
+            calls += tuple(unopened[1])
         return RolloutNote(
             index=self._index,
             seconds=now - self._started,
-            finish_reason=core.finish_reason,
+            finish_reason=finish_reason,
             contexts=contexts,
-            turns=tuple(core.turns),
-            asked=tuple(core.asked),
+            turns=core.turns[:turns],
+            asked=core.asked[:turns],
             calls=calls,
             seed=self._seed,
-            attempts=core.attempts,
+            attempts=attempts,
             place=self._place,
-            cut=core.cut,
-            discarded=discarded,
+            cut=cut,
+            discarded=discarded if lost is None else lost,
             unseen=unseen,
-            restarts=self._must_restart,
+            restarts=lost is not None,
         )
 
     def tree(

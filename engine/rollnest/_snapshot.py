@@ -12,7 +12,7 @@ that nothing large is put together and the event loop goes on. Nothing that goes
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from time import sleep
 from typing import Any
@@ -70,7 +70,7 @@ class TaskNote:
         prompts: Prompts of the sequence; `None` with a source.
         sampler: Where its prompts are.
         table: The rows that wait, and counters.
-        flight: The groups in flight.
+        flight: What makes the notes of the groups in flight.
         tokens: Counters of tokens.
         produced: Counters of completed samples.
     """
@@ -80,7 +80,7 @@ class TaskNote:
     prompts: Sequence[Prompt] | None
     sampler: SamplerNote
     table: TableNote
-    flight: Sequence[GroupNote]
+    flight: Sequence[Callable[[], GroupNote]]
     tokens: Mapping[str, int]
     produced: Mapping[str, float]
 
@@ -147,7 +147,7 @@ class Snapshot:
         for task in self.tasks.values():
             yield from task.table.visits()
             for note in task.flight:
-                yield note.cut()
+                yield note().cut()
 
     def _groups(self, encoder: _Encoder) -> Iterator[bytes]:
         for visit in self.visits():

@@ -134,6 +134,12 @@ class Row:
             raise RuntimeError(f"{self!r} has no frozen members")
         return self.group
 
+    def succeeded(self, group: Group) -> Row:
+        """The row that takes the place of one that was ready: a checkpoint may still have that one."""
+        row = Row(self.prompt, self.visit)
+        row.group, row.expiries, row.seconds = group, self.expiries, self.seconds
+        return row
+
     @property
     def held(self) -> Sequence[Sample]:
         """The frozen members, and those that its loop keeps beside them; the row must have ended a run."""
@@ -166,19 +172,20 @@ class TableNote:
 
     Attributes:
         counters: By name.
-        ready: Rows that were ready, with what may change of each: group, `expiries`, `seconds`.
+        ready: Rows that were ready. Nothing of them changes any more: another row takes their place.
         waiting: Rows that waited to be drawn again, in order.
     """
 
     counters: Mapping[str, Any]
-    ready: tuple[Sequence[Row], Sequence[Group | None], Sequence[int], Sequence[float]]
+    ready: Sequence[Row]
     waiting: Sequence[_Waiting]
 
     def visits(self) -> Iterator[Visit]:
         """The rows as they stood."""
-        for _, group, expiries, seconds in zip(*self.ready, strict=True):
-            assert group is not None
-            yield Visit(place="ready", group=group, expiries=expiries, seconds=seconds)
+        for row in self.ready:
+            yield Visit(
+                place="ready", group=row.members, expiries=row.expiries, seconds=row.seconds
+            )
         for waiting in self.waiting:
             place, _, group, journals, expiries, seconds, in_tail, restart, tries, record = waiting
             assert group is not None
@@ -437,8 +444,9 @@ class GroupTable:
         if self._max_token_lag is not None:
             oldest = max(oldest, version - self._max_token_lag)
         count = 0
-        for row in self._buffer.take_older(oldest):
-            row.group = group = Group(self.task, row.prompt, row.visit, self._aged(row, version))
+        for old in self._buffer.take_older(oldest):
+            group = Group(self.task, old.prompt, old.visit, self._aged(old, version))
+            row = old.succeeded(group)
             if group.status is Status.COMPLETED:  # masked, and fresh enough without what was
                 self._put(row, group)
                 continue
@@ -497,14 +505,9 @@ class GroupTable:
         counters: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
         for name in _COUNTERS_BY_REASON:
             counters[name] = dict(getattr(self, name))
-        # Lists of what there is already: nothing is made for each of many thousand rows.
-        rows = self._buffer.ready_rows()
         ready = (
-            rows,
-            [row.group for row in rows],
-            [row.expiries for row in rows],
-            [row.seconds for row in rows],
-        )
+            self._buffer.ready_rows()
+        )  # a copy of lists: nothing is made for each of many thousand
         places: tuple[Place, ...] = ("held", "expired", "cut")
         waiting = [
             _Waiting(
