@@ -54,6 +54,7 @@ LAYERS: list[list[str]] = [
     # 2: primitives
     [
         "_bell",
+        "_breath",
         "_clock",
         "_gate",
         "_instruments",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from attrs import frozen
 
-__all__ = ["ColumnError", "ColumnData", "read_columns", "write_columns"]
+__all__ = ["Column", "ColumnError", "ColumnData", "read_columns", "write_columns"]
 
 ColumnData: TypeAlias = "array[int] | array[float]"
 
@@ -36,8 +36,28 @@ class _Slot:
     stop: int
 
 
+@frozen(eq=False)
+class Column:
+    """A column to be written, in pieces that are made when they are written.
+
+    Attributes:
+        code: The array type of all pieces.
+        count: How many numbers it has.
+        pieces: The pieces: arrays, or views of them.
+    """
+
+    code: str
+    count: int
+    pieces: Iterable[ColumnData | memoryview[Any]]
+
+    @classmethod
+    def of(cls, pieces: Sequence[ColumnData | memoryview[Any]]) -> Column:
+        """A column of pieces that are there."""
+        return cls(memoryview(pieces[0]).format, sum([len(piece) for piece in pieces]), pieces)
+
+
 def write_columns(
-    columns: Mapping[str, Sequence[ColumnData | memoryview[Any]]],
+    columns: Mapping[str, Column | Sequence[ColumnData | memoryview[Any]]],
 ) -> Iterator[bytes | memoryview]:
     """Yields the bytes of a file, piece by piece; the columns' own bytes are not copied.
 
@@ -47,20 +67,21 @@ def write_columns(
     """
     header: dict[str, Any] = {}
     at = 0
-    for name, pieces in columns.items():
-        if not pieces:
-            continue
-        count = sum([len(piece) for piece in pieces])
-        first = memoryview(pieces[0])
-        size = count * first.itemsize
-        kind = _TYPES[first.format]
-        header[name] = {"dtype": kind, "shape": [count], "data_offsets": [at, at + size]}
+    made = {
+        name: column if isinstance(column, Column) else Column.of(column)
+        for name, column in columns.items()
+        if isinstance(column, Column) or column
+    }
+    for name, column in made.items():
+        size = column.count * array(column.code).itemsize
+        kind = _TYPES[column.code]
+        header[name] = {"dtype": kind, "shape": [column.count], "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for pieces in columns.values():
-        for piece in pieces:
+    for column in made.values():
+        for piece in column.pieces:
             yield _bytes(piece)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 from ._codecs import fingerprint
@@ -13,16 +13,21 @@ from .errors import CheckpointError, LoopError
 __all__ = ["fingerprint_of"]
 
 
-def fingerprint_of(prompts: Iterable[Prompt]) -> str:
+def fingerprint_of(prompts: Iterable[Prompt], breathe: Callable[[], object] = bool) -> str:
     """Returns 32 hex digits for prompts in their order: all but `media`.
 
     Of what is neither JSON nor bytes and has no codec, the type alone counts.
+
+    Args:
+        prompts: The prompts.
+        breathe: Called again and again.
 
     Raises:
         CheckpointError: A codec failed.
     """
     total = blake2b(digest_size=16)
     for prompt in prompts:
+        breathe()
         told = (
             prompt.uid,
             prompt.messages,

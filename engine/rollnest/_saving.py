@@ -15,6 +15,7 @@ from threading import Lock
 from typing import TypeVar
 
 from ._attempt import TokenCounters
+from ._breath import Breath
 from ._checkpoint import checkpoints, pack, read_manifest, write
 from ._delivery import Delivery
 from ._fingerprint import fingerprint_of
@@ -137,7 +138,8 @@ class Saver:
     ) -> Path:
         with self._writing:
             self._check_run(directory)
-            files = snapshot.files(self._known_prompts(snapshot))
+            breathe = Breath()
+            files = snapshot.files(self._known_prompts(snapshot, breathe), breathe)
             return write(
                 directory, files, snapshot.manifest, keep_last=keep_last, is_cancelled=is_cancelled
             )
@@ -153,11 +155,13 @@ class Saver:
                     f"{directory} holds checkpoints of another run ({run}); this one is {self.run}"
                 )
 
-    def _known_prompts(self, snapshot: Snapshot) -> Mapping[str, str]:
+    def _known_prompts(
+        self, snapshot: Snapshot, breathe: Callable[[], object] = bool
+    ) -> Mapping[str, str]:
         """What tells the tasks' prompts from others; they never change."""
         if self._fingerprints is None:
             self._fingerprints = {
-                name: fingerprint_of(task.prompts)
+                name: fingerprint_of(task.prompts, breathe)
                 for name, task in snapshot.tasks.items()
                 if isinstance(task.prompts, Sequence)
             }

@@ -14,7 +14,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from time import sleep
 from typing import Any
 
 from attrs import frozen
@@ -22,7 +21,7 @@ from attrs import frozen
 from ._capture import GroupNote, Visit
 from ._checkpoint import Files
 from ._codecs import encode
-from ._columns import ColumnData, write_columns
+from ._columns import Column, ColumnData, write_columns
 from ._journal import AS_THE_TASK, Journal, Judged, Outcome, Raised, RecordedCall, Returned
 from ._lives import Life
 from ._options import Sampling
@@ -56,8 +55,6 @@ GROUPS = "groups.jsonl"
 PROMPTS = "prompts.jsonl"
 COLUMNS = "columns.safetensors"
 ENGINE = "engine.json"
-
-_AT_A_STRETCH = 64  # responses
 
 
 @frozen(eq=False, kw_only=True)
@@ -125,13 +122,14 @@ class Snapshot:
             "tasks": list(self.tasks),
         }
 
-    def files(self, fingerprints: Mapping[str, str]) -> Files:
+    def files(self, fingerprints: Mapping[str, str], breathe: Callable[[], object] = bool) -> Files:
         """Returns its files, which are made while they are gone through, in this order.
 
         Args:
             fingerprints: What tells the prompts of each task that has a sequence from others.
+            breathe: Called again and again.
         """
-        encoder = _Encoder()
+        encoder = _Encoder(breathe)
         return {
             GROUPS: self._groups(encoder),
             PROMPTS: self._prompts(encoder),
@@ -151,7 +149,7 @@ class Snapshot:
 
     def _groups(self, encoder: _Encoder) -> Iterator[bytes]:
         for visit in self.visits():
-            _let_others_run()
+            encoder.breathe()
             named = self.tasks[visit.group.task].prompts is not None
             yield text(encoder.group(visit, named=named))
 
@@ -213,9 +211,11 @@ class _Encoder:
     Attributes:
         prompts: Prompts of sources.
         samplings: What samples were sampled with.
+        breathe: Called again and again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, breathe: Callable[[], object]) -> None:
+        self.breathe = breathe
         self.prompts: list[Prompt] = []
         self.samplings: list[Sampling] = []
         self._prompts: dict[int, int] = {}
@@ -230,37 +230,39 @@ class _Encoder:
         versions, run_stops = array("i"), array("i")
         runs, stops, prompt_stops = array("q"), array("q"), array("q")
         total = 0
-        for number, response in enumerate(self._kept):
-            if not number % _AT_A_STRETCH:
-                _let_others_run()
+        for response in self._kept:
+            self.breathe()
             for version, _, stop in response.version_runs:
                 versions.append(version)
                 run_stops.append(stop)
             runs.append(len(versions))
             total += len(response)
             stops.append(total)
-        total = 0
+        in_prompts = 0
         for prompt_ids in self._ids_of_prompts:
-            total += len(prompt_ids)
-            prompt_stops.append(total)
-        ids: list[memoryview[int]] = []
-        logprobs: list[memoryview[float]] = []
-        for number, response in enumerate(self._kept):
-            if not number % _AT_A_STRETCH:
-                _let_others_run()
-            ids.append(response.ids)
-            logprobs.append(response.logprobs)
-        columns: dict[str, Sequence[ColumnData | memoryview[Any]]] = {
+            in_prompts += len(prompt_ids)
+            prompt_stops.append(in_prompts)
+        columns: dict[str, Column | Sequence[ColumnData | memoryview[Any]]] = {
             "prompts.ids": self._ids_of_prompts,
             "prompts.stops": [prompt_stops],
-            "responses.ids": ids,
-            "responses.logprobs": logprobs,
+        }
+        if self._kept:
+            # Views are made when they are written: so many at once would have the garbage collector go through all
+            # that there is, and nothing else runs meanwhile.
+            columns["responses.ids"] = Column("i", total, self._each(lambda r: r.ids))
+            columns["responses.logprobs"] = Column("f", total, self._each(lambda r: r.logprobs))
+        columns |= {
             "responses.stops": [stops],
             "responses.runs": [runs],
             "runs.versions": [versions],
             "runs.stops": [run_stops],
         }
         yield from write_columns(columns)
+
+    def _each(self, view: Callable[[Response], memoryview[Any]]) -> Iterator[memoryview[Any]]:
+        for response in self._kept:
+            self.breathe()
+            yield view(response)
 
     def prompt(self, prompt: Prompt) -> int:
         """A source's prompt."""
@@ -308,6 +310,7 @@ class _Encoder:
         )
 
     def _sample(self, sample: Sample) -> WireSample:
+        self.breathe()
         failure = sample.failure
         return WireSample(
             index=sample.index,
@@ -381,11 +384,6 @@ class _Encoder:
         if number == len(self._ids_of_prompts):
             self._ids_of_prompts.append(ids)
         return number
-
-
-def _let_others_run() -> None:
-    """Lets the event loop have the interpreter: a thread that computes keeps it for 5 ms at a time otherwise."""
-    sleep(0)
 
 
 def _wire_turn(turn: Turn) -> WireTurn:
