@@ -5,6 +5,7 @@
 #
 #   make demo ARGS="--backend trio"       arguments go to `rollnest demo`
 #   make test ARGS="-k gate"              arguments go to pytest
+#   make test JOBS=0                      one test after the other in one process, as a debugger needs it
 #   make bench ARGS="--list"              arguments go to the benches
 #   make live ARGS="-k frozen"            arguments go to pytest; installs a vLLM of its own, in .live
 #   make test PYTHON=python3.12           another Python for the environment
@@ -12,6 +13,7 @@
 
 PYTHON ?= python3
 PIP_ARGS ?=
+JOBS ?= logical
 ARGS ?=
 
 VENV := .venv
@@ -31,7 +33,7 @@ demo: $(DEMO)
 	@$(VENV)/bin/rollnest demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .

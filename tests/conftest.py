@@ -10,6 +10,19 @@ import pytest
 
 from rollnest.testing import virtual_backends
 
+ALONE = {"test_mutants", "test_bounds", "test_state_machine", "test_kills"}
+"""Files whose tests take minutes together and share nothing: each test goes to whichever worker is free."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Says what stays together when several workers share the tests: a file, for its fixtures, and all of Ray's."""
+    for item in items:
+        if item.get_closest_marker("ray") is not None:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        elif item.path.stem not in ALONE:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
 
 @pytest.fixture(params=virtual_backends(), ids=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
