@@ -37,7 +37,7 @@ from rollnest_adapters.vllm import VllmController
 GOAL = 0.7
 """Of the bare httpx2 client's rollouts per second."""
 
-ENOUGH = 20.0
+ENOUGH = 10.0
 """Seconds of one client under one load, after which it begins no further round."""
 
 FILES = 8192
