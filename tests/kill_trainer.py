@@ -3,12 +3,14 @@
     python -m tests.kill_trainer DIRECTORY BACKEND PROMPTS KIND AFTER
 
 It kills itself, as if from outside, when it has come by KIND so often. What it had written and not brought to the disk
-by then is in the system's hands, as it is when anybody kills a process.
+by then is in the system's hands, as it is when anybody kills a process. If KIND is "outside", its parent kills it: it
+writes a byte whenever it comes by anywhere.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -25,8 +27,9 @@ from rollnest.abc import Attempt
 from rollnest.errors import EndOfPrompts
 from rollnest.testing import ScriptedController, expected_token
 
-__all__ = ["expected_ids", "main"]
+__all__ = ["OUTSIDE", "expected_ids", "main"]
 
+OUTSIDE = "outside"
 GROUP = 2
 TURNS = 3
 MAX_TOKENS = 6
@@ -44,6 +47,8 @@ class Killer:
 
     def at(self, kind: str) -> None:
         """Says that this happens now."""
+        if self._kind == OUTSIDE:
+            os.write(1, b".")
         if kind == self._kind:
             self._left -= 1
             if self._left <= 0:
@@ -218,6 +223,7 @@ def main(arguments: Iterable[str]) -> None:
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     arm(killer)
+    logging.disable(logging.WARNING)  # of an event loop that a busy machine holds up
     anyio.run(partial(train, path, int(prompts), killer), backend=backend)
 
 

@@ -28,9 +28,19 @@ from tests import kill_trainer as trainer
 
 __all__ = ["KINDS", "Killed", "check", "kill_again_and_again"]
 
-KINDS: Sequence[str] = ("turn", "tool", "judge", "rename", "write", "taken", "trained")
+KINDS: Sequence[str] = (
+    "turn",
+    "tool",
+    "judge",
+    "rename",
+    "write",
+    "taken",
+    "trained",
+    trainer.OUTSIDE,
+)
 """Where a trainer is killed: in a turn, a tool or a judger; before a checkpoint gets its name, or while its files are
-written; between `next_batch` and `commit`; after that."""
+written; between `next_batch` and `commit`; after that. There it kills itself, but for the last one: its parent kills
+it, wherever it is then."""
 
 
 @define
@@ -65,25 +75,39 @@ def kill_again_and_again(
     for kind in [*kinds, ""]:
         # How often the trainer comes by before it is killed there. Later ones get further.
         after = draw.randrange(1, 4 if kind in ("rename", "write", "taken", "trained") else 12)
+        if kind == trainer.OUTSIDE:
+            after = draw.randrange(1, 800)  # it comes by everywhere
         command = [sys.executable, "-m", "tests.kill_trainer", str(directory), backend]
-        done = subprocess.run(
-            [*command, str(prompts), kind, str(after)],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        status, said = _run([*command, str(prompts), kind, str(after)], kind, after)
         killed.starts += 1
-        if done.returncode == -signal.SIGKILL:
+        if status == -signal.SIGKILL:
             killed.kills[kind] += 1
-        elif done.returncode or done.stderr:
-            raise AssertionError(
-                f"start {killed.starts} ended with {done.returncode}: {done.stderr}"
-            )
+        elif status or said:
+            raise AssertionError(f"start {killed.starts} ended with {status}: {said}")
         else:
             break  # it had come to its end before
     killed.log = [json.loads(line) for line in (directory / "log").read_text().splitlines()]
     return killed
+
+
+def _run(command: Sequence[str], kind: str, after: int) -> tuple[int, str]:
+    """Runs a trainer to its end; returns its exit status, and what it said of errors.
+
+    One that is to be killed from outside writes a byte whenever it comes by anywhere, and goes on. So where it is when
+    so many have been read is chance.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as child:
+        assert child.stdout is not None
+        left = after if kind == trainer.OUTSIDE else 0
+        while left and (some := os.read(child.stdout.fileno(), left)):
+            left -= len(some)
+        if kind == trainer.OUTSIDE and not left:
+            child.kill()
+        _, said = child.communicate()
+    return child.returncode, said.decode()
 
 
 def check(killed: Killed, prompts: int) -> None:

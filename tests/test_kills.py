@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from .kill_trainer import expected_ids
+from rollnest import inspect_checkpoint
+
+from .kill_trainer import OUTSIDE, expected_ids
 from .kills import KINDS, Killed, check, kill_again_and_again
 
 BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -24,9 +27,17 @@ BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_a_trainer_that_is_killed_anywhere_loses_and_doubles_nothing(
     tmp_path: Path, backend: str
 ) -> None:
-    killed = kill_again_and_again(tmp_path, backend, KINDS, prompts=68)
+    killed = kill_again_and_again(tmp_path, backend, KINDS, prompts=100)
     assert set(killed.kills) == set(KINDS)
-    check(killed, 68)
+    check(killed, 100)
+
+
+@pytest.mark.slow
+@BACKENDS
+def test_a_trainer_that_its_parent_kills_again_and_again(tmp_path: Path, backend: str) -> None:
+    killed = kill_again_and_again(tmp_path, backend, [OUTSIDE] * 4, seed=5, prompts=100)
+    assert killed.kills[OUTSIDE] == 4
+    check(killed, 100)
 
 
 def line(index: int, *uids: str, again: bool = False, **other: Any) -> dict[str, Any]:
@@ -123,3 +134,25 @@ def test_a_tool_that_was_killed_follows_on_unknown(tmp_path: Path, backend: str)
             assert calls(directory) == ["0", "1"]
             assert said["dropped"] == {"tool": 1}
             assert said["asked"] == []
+
+
+@pytest.mark.slow
+@BACKENDS
+@pytest.mark.parametrize("size", [0, 100, 5_000, 20_000])
+def test_a_disk_that_takes_no_more_fails_the_save_and_nothing_else(
+    tmp_path: Path, backend: str, size: int
+) -> None:
+    command = [sys.executable, "-m", "tests.small_disk", str(tmp_path), backend, str(size)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    before, full, after = map(json.loads, done.stdout.splitlines())
+    assert before == {"said": "checkpoint-000001", "found": ["checkpoint-000001"]}
+    assert re.search(r"checkpoint-000002 was not written: .*File too large", full["said"])
+    assert full["found"] == ["checkpoint-000001"]  # nothing is left of the other
+    assert after == {
+        "said": "checkpoint-000002",
+        "found": ["checkpoint-000001", "checkpoint-000002"],
+    }
+    assert inspect_checkpoint(tmp_path / "checkpoint-000001").batches == 1
+    assert inspect_checkpoint(tmp_path / "checkpoint-000002").batches == 3
