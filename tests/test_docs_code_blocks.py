@@ -54,7 +54,14 @@ def test_every_block_says_what_it_is(page: Path) -> None:
 
 
 @every_page
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    if page.name == "ray.md":
+        request.getfixturevalue("local_ray")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks_of(page.read_text(encoding="utf-8")):

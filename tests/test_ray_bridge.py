@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from typing import Any
@@ -82,6 +83,23 @@ async def test_a_cancellation_ends_the_actors_task_before_the_block_is_left(work
             tasks.cancel_scope.cancel()
         assert (await call(worker.state))["running"] == 0
     assert await cancelled(worker) == before + 5
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_asyncios_own_cancellation_reaches_the_actor_too(worker: Any) -> None:
+    before = await cancelled(worker)
+    with anyio.fail_after(HANG):
+        waiting = asyncio.ensure_future(call(worker.hang))
+
+        async def runs() -> bool:
+            return bool((await call(worker.state))["running"] == 1)
+
+        await until(runs)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (await call(worker.state))["running"] == 0
+    assert await cancelled(worker) == before + 1
 
 
 async def test_a_cancelled_call_is_waited_for_while_it_cleans_up(worker: Any) -> None:

@@ -16,6 +16,7 @@ from rollnest import AsyncStrategy, Attempt, Engine, PauseMode, Sampling
 from rollnest.abc import Capabilities, FinishReason
 from rollnest.errors import EngineBroken, InferenceError, WeightsState, WeightUpdateFailed
 from rollnest.testing import ScriptedController, assert_conserved
+from rollnest_adapters.pool import ControllerPool
 from rollnest_adapters.ray import (
     GenerateReply,
     GenerateRequest,
@@ -364,6 +365,35 @@ async def test_bug_088_an_actor_that_is_dead_for_good_breaks_the_engine_in_time(
     causes = [cause for cause in broken[0].causes if "died" in str(cause)]
     assert causes
     assert all(isinstance(cause, InferenceError) and cause.retryable for cause in causes)
+
+
+async def test_a_pool_of_actors_goes_on_when_one_dies_and_has_it_back_with_its_weights(
+    immortal: Any, actor: Any
+) -> None:
+    await call(immortal.restart)
+    pool = ControllerPool(
+        {"mortal": RayController(immortal), "other": RayController(actor)},
+        check_every=0.1,
+        backoff=0.1,
+        check_timeout=HANG,
+    )
+    with anyio.fail_after(HANG):
+        async with Engine(pool, spec(group_size=8, sampling=Sampling(6))) as engine:
+            async with engine.paused() as pause:
+                await pause.update_weights("/weights/1")
+            await call(immortal.hold, 3)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(engine.next_batch, 2)
+                await in_flight(immortal, 8)
+                await kill(immortal)
+            assert engine.statistics().total("delivered") == 2
+            assert engine.statistics().outages == 0
+
+            async def is_back() -> bool:
+                return all(server.state == "serving" for server in pool.servers)
+
+            await until(is_back)
+            assert (await call(immortal.figures))["held"] == 1
 
 
 # Entering

@@ -340,7 +340,11 @@ class RayController:
             InferenceError: It could not be asked.
         """
         self._check_entered()
-        return await self._reported()
+        if "version" not in self._methods:
+            await checkpoint()
+            return None
+        version: int | None = await self._control("version")
+        return version
 
     async def health(self) -> Health:
         """Asks the actor whether it works, and how much it has to do.
