@@ -43,7 +43,11 @@ def blocks_of(text: str) -> list[Block]:
     return found
 
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+every_page = pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.ray) if p.stem == "ray" else p for p in PAGES],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 
 
 @every_page
@@ -60,7 +64,7 @@ def test_python_blocks_run(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    if page.name == "ray.md":
+    if page.stem == "ray":
         request.getfixturevalue("local_ray")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
