@@ -248,8 +248,13 @@ async def test_the_newest_controller_has_the_policy_and_the_one_before_is_told(a
                 await stall.reached()
                 async with RayController(actor) as second:
                     assert await call(actor.in_flight) == ()
+                    late = GenerateRequest.of(attempt(), serve=first._name)
+                    with pytest.raises(InferenceError, match="taken the policy over"):
+                        await call(actor.generate, late)
+                    assert first._stay is not None
+                    await first._stay.wait()
                     for use in (first.generate(attempt()), first.pause(), first.health()):
-                        with pytest.raises(InferenceError, match="taken over the policy") as told:
+                        with pytest.raises(InferenceError, match="taken the policy over") as told:
                             await use
                         assert not told.value.retryable
                     with anyio.CancelScope() as scope:

@@ -28,6 +28,7 @@ from rollnest.errors import InferenceError, WeightsState, WeightUpdateFailed
 from .._checks import check_positive, check_whole  # noqa: TID252
 from ._bridge import RAY, Arrival, call, check_initialized, send
 from ._failures import RayCallFailed, inference_error, what_failed
+from ._host import TAKEN_OVER
 from ._wire import GenerateReply, GenerateRequest, PolicyDescription
 
 __all__ = ["RayController", "RayMethods"]
@@ -153,6 +154,7 @@ class RayController:
         self._known: Capabilities | None = None
         self._slots = anyio.Semaphore(1)
         self._stay: Arrival[Any] | None = None
+        self._name = ""
         self._entered = self._leaving = False
         self._verified = True
         self._verifying = anyio.Lock()
@@ -407,7 +409,7 @@ class RayController:
         except BaseException:
             await stay.end(self._grace)
             raise
-        self._stay = stay
+        self._stay, self._name = stay, name
         known = self._given or said.capabilities
         return known, said.version, min(self._given_limit or said.max_in_flight, said.max_in_flight)
 
@@ -430,9 +432,7 @@ class RayController:
     def _why_over(self, stay: Arrival[Any]) -> BaseException:
         error = stay.error
         if error is None:
-            return InferenceError(
-                f"another controller has taken over the policy of {self._handle!r}"
-            )
+            return InferenceError(f"{self._handle!r}: {TAKEN_OVER}")
         failed = what_failed(error)
         if isinstance(failed, RayCallFailed):
             return inference_error(failed, what=f"{self._handle!r}")
@@ -543,9 +543,8 @@ class RayController:
         attempt = request.attempt
         request.sent = True
         try:
-            return await call(
-                self._methods["generate"], GenerateRequest.of(attempt), grace=self._grace
-            )
+            sent = GenerateRequest.of(attempt, serve=self._name)
+            return await call(self._methods["generate"], sent, grace=self._grace)
         except RayCallFailed as error:
             self._verified = False
             failed = inference_error(error, what=f"generate of {self._handle!r}")

@@ -29,9 +29,11 @@ from ._options import RayOptions
 from ._packing import naming_culprit
 from ._wire import GenerateReply, GenerateRequest, PolicyDescription
 
-__all__ = ["CONTROL", "GENERATE", "PolicyHost", "policy_actor"]
+__all__ = ["CONTROL", "GENERATE", "TAKEN_OVER", "PolicyHost", "policy_actor"]
 
 T = TypeVar("T")
+
+TAKEN_OVER = "another controller has taken the policy over"
 
 GENERATE = "generate"
 CONTROL = "control"
@@ -204,6 +206,8 @@ class PolicyHost:
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Has the controller continue a prompt."""
         controller = self.controller
+        if request.serve and self._stays.get(request.serve) is not self._stay:
+            raise InferenceError(TAKEN_OVER, maybe_executed=False)
         if request.id in self._calls:
             raise InferenceError(f"attempt {request.id} is in flight already", maybe_executed=False)
         if request.id in self._early:

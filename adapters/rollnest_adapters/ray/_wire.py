@@ -27,6 +27,7 @@ class GenerateRequest:
         sampling: How to sample; its own `max_tokens` is not meant.
         affinity: The same for all attempts of one rollout.
         version: The policy's weight version when it was sent.
+        serve: The name with which its controller had the policy served; empty for callers that had not.
     """
 
     id: str
@@ -35,9 +36,10 @@ class GenerateRequest:
     sampling: Sampling
     affinity: str = ""
     version: int = 0
+    serve: str = ""
 
     @classmethod
-    def of(cls, attempt: Attempt) -> GenerateRequest:
+    def of(cls, attempt: Attempt, *, serve: str = "") -> GenerateRequest:
         """The request for an attempt."""
         return cls(
             id=attempt.id,
@@ -46,6 +48,7 @@ class GenerateRequest:
             sampling=attempt.sampling,
             affinity=attempt.affinity,
             version=attempt.version,
+            serve=serve,
         )
 
     def attempt(self) -> Attempt:
