@@ -7,7 +7,7 @@ connections open before it is measured; of a client that is slow fewer rounds ar
 minutes.
 
 - wall time and CPU time of this process for each rollout, with 64, 512 and 2,048 requests at once
-- connections that the server saw opened meanwhile: none, because each is used again
+- connections that the server saw opened: as many as there are requests at once, because each is used again
 - what a pause takes beyond the server's own answer, while it holds 2,048 requests: until the pause is confirmed, and
   until the partials of all are recorded
 """
@@ -113,7 +113,7 @@ class Taken:
     Attributes:
         wall: Milliseconds for each rollout, round by round.
         cpu: The same of this process's CPU time.
-        opened: Connections that were opened meanwhile.
+        opened: Connections that were opened for the rollouts before the first round.
     """
 
     wall: list[float]
@@ -122,11 +122,18 @@ class Taken:
 
 
 async def measured(
-    url: str, load: Load, post: Callable[[], Awaitable[object]], rounds: int
+    url: str,
+    load: Load,
+    post: Callable[[], Awaitable[object]],
+    rounds: int,
+    *,
+    before: int = 1,
 ) -> Taken:
-    """Measures round by round, after one that opens the connections."""
-    await crowd(load, post, load.at_once)
-    before, began = await figure(url, OPENED), now()
+    """Measures round by round, after `before` rollouts on each connection, which has to be opened for the first."""
+    opened = await figure(url, OPENED)
+    await crowd(load, post, before * load.at_once)
+    opened = await figure(url, OPENED) - opened - 1  # one of them asks for the figure
+    began = now()
     wall: list[float] = []
     cpu: list[float] = []
     while not wall or (len(wall) < rounds and now() - began < ENOUGH):
@@ -136,8 +143,7 @@ async def measured(
         per = 1e3 / load.rollouts
         wall.append((now() - started) * per)
         cpu.append((time.process_time() - worked) * per)
-    # One of them asks for the figure.
-    return Taken(wall, cpu, int(await figure(url, OPENED) - before - 1))
+    return Taken(wall, cpu, int(opened))
 
 
 async def figure(url: str, name: str) -> float:
@@ -152,7 +158,9 @@ async def figure(url: str, name: str) -> float:
 async def by_controller(url: str, load: Load, rounds: int) -> Taken:
     """The vLLM controller."""
     async with VllmController(url) as controller:
-        found = await measured(url, load, lambda: controller.generate(load.attempt()), rounds)
+        found = await measured(
+            url, load, lambda: controller.generate(load.attempt()), rounds, before=3
+        )
         assert controller.tokens_committed >= load.rollouts * load.tokens
         return found
 
@@ -214,7 +222,7 @@ async def pause_beyond(url: str, mode: PauseMode, at_once: int, rounds: int) -> 
 def loads(quick: bool) -> list[Load]:
     """What is asked of the server; a look asks for less, and only for 64 at once."""
     share = 8 if quick else 1
-    many = [Load("512 at once", 512, 4096), Load("2,048 at once", 2048, 4096)]
+    many = [Load("512 at once", 512, 2048), Load("2,048 at once", 2048, 2048)]
     return [
         Load("64 at once", 64, 4096 // share),
         *([] if quick else many),
@@ -247,7 +255,14 @@ def compared(url: str, load: Load, rounds: int, backend: str) -> list[Row]:
     """One load through the controller and through the bare clients."""
     ours = anyio.run(by_controller, url, load, rounds, backend=backend)
     name = f"{backend}: {load.name}"
-    rows = [row(f"{name}: connections opened meanwhile", "", [ours.opened], at_most=0)]
+    rows = [
+        row(
+            f"{name}: connections opened for {3 * load.at_once:,} rollouts",
+            "",
+            [ours.opened],
+            at_most=load.at_once,
+        )
+    ]
     clients = {"httpx2": by_httpx2}
     if backend == "asyncio":
         clients["aiohttp"] = by_aiohttp

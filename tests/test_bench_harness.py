@@ -389,7 +389,7 @@ def test_the_fast_server_answers_as_the_controller_wants() -> None:
             for way in (http.by_controller, http.by_httpx2, http.by_aiohttp):
                 taken = await way(url, load, 2)
                 assert len(taken.wall) == len(taken.cpu) == 2
-                assert taken.opened == 0
+                assert taken.opened <= 2
 
     anyio.run(ask)
 
@@ -416,7 +416,7 @@ def test_connections_that_are_opened_again_and_again_show() -> None:
                     await client.post("/inference/v1/generate", json=load.body())
 
             load = http.Load("two", 2, 4)
-            assert (await http.measured(url, load, wasteful, 2)).opened == 8
+            assert (await http.measured(url, load, wasteful, 2, before=4)).opened == 8
 
     anyio.run(ask)
 
