@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,3 +51,9 @@ def local_ray() -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+@pytest.fixture
+def no_connection_ages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle HTTP connection is used again, however slow the machine is: its age is the one real clock there."""
+    monkeypatch.setattr("httpcore2._async.http11.time", SimpleNamespace(monotonic=lambda: 0.0))

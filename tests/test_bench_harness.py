@@ -378,6 +378,7 @@ def test_partials_that_are_kept_cost_nothing_twice(monkeypatch: pytest.MonkeyPat
 # The fast server of the bench `http`
 
 
+@pytest.mark.usefixtures("no_connection_ages")
 def test_the_fast_server_answers_as_the_controller_wants() -> None:
     async def ask() -> None:
         with http.serving() as url:

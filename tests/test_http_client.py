@@ -20,7 +20,7 @@ from rollnest_adapters._http import HttpClient, HttpError, check_api_key, check_
 
 from .hand_clock import advance, hand_backends
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_connection_ages")]
 
 EMPTY: dict[str, Any] = {}
 

@@ -30,7 +30,7 @@ from rollnest_adapters.judgers import HttpJudger, sample_payload
 from .hand_clock import advance, hand_backends
 from .toy_tokenizer import ToyTokenizer
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_connection_ages")]
 
 KEY = "sk-verysecret0123456789"
 

@@ -18,7 +18,7 @@ from .conformance import attempt
 from .hand_clock import hand_backends
 from .http_cases import VllmCase
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_connection_ages")]
 
 
 @pytest.fixture(params=hand_backends(), ids=["asyncio", "trio"])
