@@ -10,7 +10,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from rollnest import Engine, Prompt, Sample, Sampling, TaskSpec
+from rollnest import Capabilities, Engine, Prompt, Sample, Sampling, TaskSpec
 from rollnest.abc import Attempt
 from rollnest.testing import (
     Reply,
@@ -25,11 +25,21 @@ __all__ = [
     "cancelled_at_every_step",
     "each_way",
     "in_turn",
+    "one_name",
     "one_batch",
     "prompts",
     "run_to_its_exit",
     "spec",
 ]
+
+
+def one_name(value: object) -> str:
+    """An id of a parameter that is the same in every process: without addresses, and sets in order."""
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(str, value))) + "}"
+    if isinstance(value, Capabilities):
+        return f"Capabilities {one_name(value.pause_modes)}"
+    return getattr(value, "__name__", str(value))
 
 
 def prompts(count: int) -> list[Prompt]:

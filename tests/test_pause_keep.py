@@ -28,7 +28,7 @@ from rollnest.testing import (
     expected_logprob,
 )
 
-from .helpers import in_turn, spec
+from .helpers import in_turn, one_name, spec
 
 pytestmark = pytest.mark.anyio
 
@@ -127,7 +127,7 @@ NO_KEEP = Capabilities(vocab_size=1000, max_context=4096, stop_token_ids={0}, ve
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "named"), [(SPANS, "version_spans"), (NO_KEEP, "pause_modes")], ids=str
+    ("capabilities", "named"), [(SPANS, "version_spans"), (NO_KEEP, "pause_modes")], ids=one_name
 )
 async def test_where_it_can_not_be_kept_it_is_aborted_and_said_once(
     capabilities: Capabilities, named: str, caplog: pytest.LogCaptureFixture
@@ -251,7 +251,7 @@ async def test_a_server_that_fails_frozen_turns_fails_their_samples() -> None:
         ((), ValueError),
         ({PauseMode.ABORT, "keep"}, TypeError),
     ],
-    ids=str,
+    ids=one_name,
 )
 def test_pause_modes_that_no_server_has(modes: set[PauseMode], error: type[Exception]) -> None:
     with pytest.raises(error, match="pause_modes"):

@@ -14,7 +14,7 @@ from rollnest.abc import Attempt, ReleaseTag
 from rollnest.errors import EngineBroken, EngineBusy, InferenceError, PauseFailed
 from rollnest.testing import ScriptedController, assert_conserved
 
-from .helpers import spec
+from .helpers import one_name, spec
 
 pytestmark = pytest.mark.anyio
 
@@ -235,7 +235,7 @@ async def test_a_released_pause_that_ends_unknown_reloads_nothing() -> None:
         ([1], {}, ValueError, "release holds 1"),
         (ALL, {"mode": PauseMode.KEEP}, ValueError, "KEEP"),
     ],
-    ids=str,
+    ids=one_name,
 )
 async def test_what_can_not_be_released(
     release: Any, options: dict[str, Any], error: type[Exception], named: str
@@ -269,7 +269,7 @@ async def test_reload_outside_and_of_nonsense() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tags", "error"), [("kv", TypeError), (["gradients"], ValueError)], ids=str
+    ("tags", "error"), [("kv", TypeError), (["gradients"], ValueError)], ids=one_name
 )
 def test_tags_that_no_server_has(tags: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="release_tags"):

@@ -14,7 +14,7 @@ from rollnest._pause import Pause
 from rollnest.errors import EngineBusy, EngineClosed, InferenceError
 from rollnest.testing import ScriptedController, assert_conserved
 
-from .helpers import spec
+from .helpers import one_name, spec
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ async def publish(pause: Pause) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "version"), [(update, 5), (update_later, 7), (publish, 5)], ids=lambda f: str(f)
+    ("first", "version"), [(update, 5), (update_later, 7), (publish, 5)], ids=one_name
 )
 async def test_bug_073_the_first_weights_open_the_gate(
     first: Callable[[Pause], Awaitable[None]], version: int

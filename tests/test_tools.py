@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from rollnest import ToolCall
 from rollnest._tools import HermesToolParser, Tool, checked_call
 
+from .helpers import one_name
+
 quick = settings(max_examples=50, deadline=None)
 
 
@@ -128,7 +130,7 @@ def test_name_and_description_can_be_given() -> None:
         ),
         (None | str, {"anyOf": [{"type": "string"}, {"type": "null"}]}),
     ],
-    ids=str,
+    ids=one_name,
 )
 def test_annotations_become_json_schemas(annotation: Any, schema: dict[str, Any]) -> None:
     def tool(x: Any) -> None: ...
@@ -171,7 +173,7 @@ def has_a_none_default(x: int = None) -> None: ...  # type: ignore[assignment]  
         (has_a_none_default, r"the default of x doesn't fit its annotation, got None"),
         ("search", r"a tool must be a function, got 'search'"),
     ],
-    ids=str,
+    ids=one_name,
 )
 def test_functions_that_can_be_no_tool_are_refused(function: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
@@ -241,7 +243,7 @@ def test_a_whole_number_is_a_number() -> None:
             "arguments: there is no argument 'max'",
         ),
     ],
-    ids=str,
+    ids=one_name,
 )
 def test_arguments_that_do_not_fit_are_named_all_at_once(
     arguments: dict[str, Any], message: str
@@ -311,7 +313,7 @@ def test_text_without_a_call_has_none(text: str) -> None:
         ('{"name": "add", "arguments": {}} {}', "add", "something follows its JSON object"),
         ('{"name": "add", "arguments": {}}}', "add", "something follows its JSON object"),
     ],
-    ids=str,
+    ids=one_name,
 )
 def test_bug_054_a_malformed_call_is_a_call_with_an_error(body: str, name: str, error: str) -> None:
     good = tagged('{"name": "ping", "arguments": {}}')
