@@ -72,8 +72,9 @@ async def judged(judger: Any, *what: str, **options: Any) -> list[Sample]:
     return sorted(result.samples, key=lambda sample: sample.prompt.uid)
 
 
-async def marks(book: Any, name: str) -> int:
-    return int((await call(book.read))["marks"].get(name, 0))
+async def is_marked(book: Any, name: str, times: int) -> bool:
+    """Whether judgers have noted that, so often."""
+    return bool((await call(book.read))["marks"].get(name, 0) == times)
 
 
 async def test_a_function_judges_in_an_actor_which_ends_with_the_block() -> None:
@@ -146,6 +147,27 @@ async def test_bug_089_what_an_actor_that_died_was_asked_is_asked_again_and_not_
             assert judgers.loads == (0, 0)
 
 
+async def test_bug_072_an_actor_that_died_is_replaced_once_however_many_calls_it_had(
+    book: Any,
+) -> None:
+    """What comes late from the one before changes nothing about its replacement."""
+    with anyio.fail_after(HANG):
+        async with RayJudgers(Judge(book), 1, concurrency=4, options=LIGHT) as judgers:
+            (sample,) = await judged(judgers, "well")
+            async with anyio.create_task_group() as tasks:
+                for _ in range(3):
+                    tasks.start_soon(judgers.judge, evolve(sample, prompt=prompts("hang")[0]))
+
+                async def hang(number: int) -> None:
+                    await until(lambda: is_marked(book, "hangs", number))
+
+                await hang(3)
+                await judgers.judge(evolve(sample, prompt=prompts("crash once")[0]))
+                await hang(6)
+                assert (judgers.replaced, judgers.loads) == (1, (3,))
+                tasks.cancel_scope.cancel()
+
+
 async def test_a_judger_that_can_not_be_stopped_is_killed_at_its_limit(book: Any) -> None:
     with anyio.fail_after(HANG):
         async with RayJudgers(Stubborn(book), 2, options=LIGHT, grace=0.05) as judgers:
@@ -162,24 +184,17 @@ async def test_whoever_leaves_takes_the_judgers_calls_along(book: Any) -> None:
             (sample,) = await judged(judgers, "well")
 
             async def hang(number: int) -> None:
-                async def all_hang() -> bool:
-                    return await marks(book, "hangs") == number
+                await until(lambda: is_marked(book, "hangs", number))
 
-                await until(all_hang)
-
-            async def heard(number: int) -> None:
-                async def all_heard() -> bool:
-                    return await marks(book, "cancelled") == number
-
-                assert await call(judgers.handles[0].ready) == 0
-                await until(all_heard)
+            async def nothing_runs() -> bool:
+                return bool(await call(judgers.handles[0].ready) == 0)
 
             async with anyio.create_task_group() as tasks:
                 for _ in range(3):
                     tasks.start_soon(judgers.judge, evolve(sample, prompt=prompts("hang")[0]))
                 await hang(3)
                 tasks.cancel_scope.cancel()
-            await heard(3)
+            assert await nothing_runs()
 
             task = spec(prompts=prompts(*["hang"] * 8), judger=judgers, sampling=Sampling(4))
             async with (
@@ -189,10 +204,10 @@ async def test_whoever_leaves_takes_the_judgers_calls_along(book: Any) -> None:
                 tasks.start_soon(engine.next_batch, 2)
                 await hang(7)
                 async with engine.paused(mode=PauseMode.EVICT, grace=0.01):
-                    await heard(7)
+                    assert await nothing_runs()
                 await hang(11)
                 tasks.cancel_scope.cancel()
-            await heard(11)
+            assert await nothing_runs()
             assert (judgers.replaced, judgers.loads) == (0, (0,))
         assert_conserved(engine)
 
