@@ -12,6 +12,10 @@ from ._bridge import result as result
 from ._bridge import stream as stream
 from ._controller import RayController as RayController
 from ._controller import RayMethods as RayMethods
+from ._engine import RayEngine as RayEngine
+from ._engine import RayPause as RayPause
+from ._engine_host import RayEngineState as RayEngineState
+from ._engine_host import RayPauseInfo as RayPauseInfo
 from ._failures import RayCallFailed as RayCallFailed
 from ._host import PolicyHost as PolicyHost
 from ._host import policy_actor as policy_actor

@@ -32,7 +32,7 @@ from ._failures import RayCallFailed
 from ._loop_actor import LoopActor, RayLoopState
 from ._options import RayOptions
 
-__all__ = ["RayLoops"]
+__all__ = ["RayLoops", "pack"]
 
 _cloudpickle: Any = cast("Any", ray).cloudpickle
 
@@ -92,14 +92,14 @@ class RayLoops(HostedLoop):
             )
         self._workers = workers
         self._start_timeout = start_timeout
-        self._packed = _pack("loop", self.loop)
+        self._packed = pack("loop", self.loop)
         self._tasks: TaskGroup | None = None
         self._links: list[_Link] = []
         self._started = 0
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raises `TypeError` if a prompt can't be pickled."""
-        _pack("prompts[0]", prompt)
+        pack("prompts[0]", prompt)
         self.loop.check_prompt(prompt)
 
     @property
@@ -292,7 +292,7 @@ class _Link:
         self._told.set()
 
 
-def _pack(what: str, value: object) -> bytes:
+def pack(what: str, value: object) -> bytes:
     """Pickles something of the user's, what is defined in the main script too."""
     try:
         return bytes(_cloudpickle.dumps(value))
