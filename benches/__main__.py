@@ -20,7 +20,7 @@ from typing import Any
 
 from benches.picture import draw
 
-BENCHES = ("pause_latency", "wakeup", "overhead", "memory", "tail", "http", "save")
+BENCHES = ("pause_latency", "wakeup", "overhead", "memory", "tail", "http", "save", "ray_scale")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -121,7 +120,9 @@ def cpu() -> float:
 
 async def pauses(workers: int, times: int) -> tuple[list[float], list[float], int]:
     """Returns ms of each pause, ms of Ray's own round trip to all actors beside it, and the fewest turns held."""
-    controller, quiet, trips, held = HoldingController(), [], [], IN_FLIGHT
+    controller, held = HoldingController(), IN_FLIGHT
+    quiet: list[float] = []
+    trips: list[float] = []
     where = loops(light, workers)
     capacity = Capacity(turns=IN_FLIGHT)
     async with (
@@ -203,4 +204,4 @@ def run(quick: bool) -> list[Row]:
 if __name__ == "__main__":
     from benches import ray_scale  # by its name, so that actors can find its loops
 
-    sys.exit(main("ray_scale", ray_scale.run) is None)
+    main("ray_scale", ray_scale.run)
