@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +128,46 @@ def test_a_short_demo_end_to_end(
         groups[name] for name in ("delivered", "ready", "waiting", "flight")
     )
     assert "held-out accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_a_demo_whose_loops_run_in_actors_and_lose_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_ray: None
+) -> None:
+    import ray
+
+    from rollnest_adapters.demo.progress import Display
+    from rollnest_adapters.ray import RayLoops
+
+    made: list[RayLoops] = []
+    killed: list[object] = []
+    enter = RayLoops.__aenter__
+    told = Display.step
+
+    async def entered(self: RayLoops) -> RayLoops:
+        made.append(self)
+        return await enter(self)
+
+    def step(self: Display, *args: Any) -> None:
+        if not killed:
+            actor: Any = made[0]._links[0].actor
+            killed.append(actor)
+            ray.kill(actor)
+        told(self, *args)
+
+    monkeypatch.setattr(RayLoops, "__aenter__", entered)
+    monkeypatch.setattr(Display, "step", step)
+    monkeypatch.setattr("rollnest_adapters.demo.run.WARM_STEPS", 20)
+    figures = tmp_path / "r.json"
+    arguments = ["demo", "--steps", "2", "--ray", "2", "--json", str(figures)]
+    assert main([*arguments, "--out", str(tmp_path / "r.html")]) == 0
+    assert len(killed) == 1
+    result = json.loads(figures.read_text(encoding="utf-8"))
+    assert result["steps"] == len(result["rewards"]) == len(result["pause_ms"]) == 2
+    assert result["tokens_lost"] == 0
+    assert sum(result["lag_histogram"].values()) == 2 * 16 * 8
+    groups = result["groups"]
+    assert groups["drawn"] == sum(
+        groups[name] for name in ("delivered", "ready", "waiting", "flight")
+    )

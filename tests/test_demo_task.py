@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollnest import Prompt, Sample, Status
-from rollnest_adapters.demo.policy import CHARACTERS, CharTokenizer, new_policy
+from rollnest_adapters.demo.policy import new_policy
 from rollnest_adapters.demo.task import SEPARATOR, Problem, Problems, chain_sums, worked_out
+from rollnest_adapters.demo.tokenizer import CHARACTERS, CharTokenizer
 
 
 @pytest.fixture(scope="module")

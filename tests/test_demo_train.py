@@ -21,8 +21,9 @@ from rollnest import (
     Status,
     Verdict,
 )
-from rollnest_adapters.demo.policy import CharTokenizer, new_policy, warm_start
+from rollnest_adapters.demo.policy import new_policy, warm_start
 from rollnest_adapters.demo.task import chain_sums
+from rollnest_adapters.demo.tokenizer import CharTokenizer
 from rollnest_adapters.demo.train import Grpo, Step, shuffled_rewards
 
 GOOD, BAD = [5, 6, 1], [7, 8, 9, 1]

@@ -27,6 +27,7 @@ _INSTALL = {
     "psutil": _DEMO,
     "numpy": _DEMO,
     "rich": _DEMO,
+    "ray": "'rollnest[ray]'",
     "trio": "'rollnest[trio]'",
     "gguf": "'rollnest[smollm2]'",
     "accelerate": "'rollnest[smollm2]'",
@@ -185,6 +186,12 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
         "--shuffle-rewards",
         action="store_true",
         help="control: permute each batch's rewards before training",
+    )
+    add(
+        "--ray",
+        type=_whole(1),
+        metavar="N",
+        help="run the agent loops in N actors of Ray's (extra: ray); on the cluster of RAY_ADDRESS, or one of its own",
     )
     add("--json", type=Path, metavar="FILE", help="also write all figures as JSON")
     add(

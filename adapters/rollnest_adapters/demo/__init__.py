@@ -1,7 +1,8 @@
 """`rollnest demo`: a small policy learns arithmetic through the engine, on two CPU cores, in minutes.
 
 task         prompts and judger, from reasoning-gym
-policy       a small Llama, its tokenizer, and a short supervised start; or a model from a directory
+policy       a small Llama, and a short supervised start; or a model from a directory
+tokenizer    the small Llama's
 evaluation   greedy accuracy, outside the engine
 train        GRPO: a plain training loop that sees data only through `Batch`
 record       what a run measured

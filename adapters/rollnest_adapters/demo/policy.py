@@ -15,67 +15,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from rollnest import Message
 from rollnest.abc import Tokenizer
 
 from .evaluation import greedy_texts
 from .task import ChainSumJudger, Problem, worked_out
+from .tokenizer import EOS, PAD, CharTokenizer
 
-__all__ = ["CharTokenizer", "new_policy", "warm_start"]
-
-CHARACTERS = "0123456789+-=:;.c "
-PAD, EOS = 0, 1
-_FIRST = 2
+__all__ = ["new_policy", "warm_start"]
 
 _WARM_BATCH = 64
 _WARM_RATE = 2e-3
 _WARM_RAMP = 20
 _PROBE_EVERY = 10
-
-
-class CharTokenizer:
-    """One id for each character; a user's message is the whole prompt.
-
-    Serves the engine's `Tokenizer` protocol.
-    """
-
-    vocab_size: int = _FIRST + len(CHARACTERS)
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:
-        """The end-of-sequence id."""
-        return frozenset({EOS})
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text.
-
-        Raises:
-            ValueError: A character is not in the vocabulary.
-        """
-        unknown = set(text).difference(CHARACTERS)
-        if unknown:
-            raise ValueError(f"{min(unknown)!r} is not in the vocabulary {CHARACTERS!r}")
-        return [_FIRST + CHARACTERS.index(character) for character in text]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, without padding and end."""
-        return "".join(CHARACTERS[i - _FIRST] for i in ids if i >= _FIRST)
-
-    def render(
-        self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None
-    ) -> list[int]:
-        """Returns the last message's ids: there is no template."""
-        return self.encode(messages[-1]["content"])
-
-    def render_suffix(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Message] | None = None,
-        closed: bool,
-    ) -> list[int] | None:
-        """Returns `None`: nothing follows an answer."""
-        return None
 
 
 def new_policy(*, seed: int) -> LlamaForCausalLM:

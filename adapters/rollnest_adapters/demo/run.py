@@ -19,6 +19,7 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from rollnest import (
+    AgentLoop,
     AsyncStrategy,
     Batch,
     Capacity,
@@ -27,19 +28,21 @@ from rollnest import (
     Pause,
     Prompt,
     Sampling,
+    SingleTurnLoop,
     TaskSpec,
 )
 from rollnest.abc import Tokenizer
 from rollnest_adapters.transformers import TransformersController
 
 from .evaluation import greedy_accuracy
-from .policy import CharTokenizer, new_policy, warm_start
+from .policy import new_policy, warm_start
 from .pretrained import EQUALS, EXAMPLES, load_pretrained
 from .progress import Display
 from .record import Record, StepRecord
 from .report import write_report
 from .saved import Saved, read, write
 from .task import ChainSumJudger, Problems, chain_sums
+from .tokenizer import CharTokenizer
 from .train import Grpo, Step, train
 
 __all__ = ["Options", "run"]
@@ -63,6 +66,7 @@ class Options:
         model: A directory with a causal language model, or `"smollm2"`; `None` is the demo's own policy.
         checkpoint: Where policy, optimizer and engine are kept after each step, and where a run goes on from that was
             killed; `None` keeps nothing.
+        ray: How many of Ray's actors run the agent loops; `None` runs them beside the engine.
     """
 
     steps: int | None = None
@@ -74,6 +78,7 @@ class Options:
     json: Path | None = None
     model: str | None = None
     checkpoint: Path | None = None
+    ray: int | None = None
 
 
 @frozen(kw_only=True, eq=False)
@@ -107,7 +112,7 @@ def run(options: Options, console: Console) -> Record:
         _check_writable(path)
     # The small policy's layers are too small to share: a second thread costs more than it brings where anybody else
     # wants the cores.
-    with _threads(1 if options.model is None else torch.get_num_threads()):
+    with _threads(1 if options.model is None else torch.get_num_threads()), _cluster(options):
         record = _run(options, display)
     _finish(record, options, display)
     return record
@@ -233,6 +238,7 @@ async def _learn(
         "chain_sum",
         setup.train,
         judger=setup.judger,
+        loop=_loop(options),
         group_size=setup.group_size,
         sampling=Sampling(setup.max_tokens),
         strategy=AsyncStrategy(max_staleness=1, lead=1),
@@ -281,6 +287,33 @@ async def _learn(
                 save=keeper.saving(engine, trainer, controller, steps),
             )
     return steps, engine.statistics(), keeper.committed(controller), keeper.late(controller)
+
+
+def _loop(options: Options) -> AgentLoop:
+    if options.ray is None:
+        return SingleTurnLoop()
+    from rollnest_adapters.ray import RayLoops, RayOptions
+
+    return RayLoops(SingleTurnLoop(), options.ray, options=RayOptions(num_cpus=0))
+
+
+@contextmanager
+def _cluster(options: Options) -> Generator[None]:
+    """A Ray of the demo's own while the block runs, if it needs one and there is none."""
+    if options.ray is None:
+        yield
+        return
+    import ray
+
+    cluster: Any = ray
+    if cluster.is_initialized():
+        yield
+        return
+    cluster.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        yield
+    finally:
+        cluster.shutdown()
 
 
 def _small(options: Options, display: Display, *, is_fresh: bool) -> _Setup:
