@@ -28,6 +28,7 @@ from benches import (
     nest,
     overhead,
     pause_latency,
+    ray_scale,
     save,
     tail,
     wakeup,
@@ -133,7 +134,7 @@ def test_a_bench_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_every_bench_is_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert all_benches.main(["--list"]) == 0
     listed = capsys.readouterr().out.split()
-    modules = (pause_latency, wakeup, overhead, memory, tail, http, save)
+    modules = (pause_latency, wakeup, overhead, memory, tail, http, save, ray_scale)
     assert listed == [module.__name__.rpartition(".")[2] for module in modules]
     assert all(callable(module.run) for module in modules)
 
