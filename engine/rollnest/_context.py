@@ -714,7 +714,7 @@ class Context:
         timed_out = False
         try:
             done = await services.gate.pass_through(
-                self._begin_attempt, services.controller.generate, limit
+                self._begin_attempt, services.controller.generate, limit, goes_on=self._tries > 0
             )
             if not services.partial and self._is_partial(done, sampling):
                 usable = False

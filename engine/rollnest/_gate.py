@@ -213,6 +213,8 @@ class Gate:
         build: Callable[[], Attempt],
         generate: Callable[[Attempt], Awaitable[None]],
         limit: Limit | None,
+        *,
+        goes_on: bool = False,
     ) -> Attempt:
         """Waits until the policy may be used, then runs one attempt.
 
@@ -220,6 +222,8 @@ class Gate:
             build: Makes the attempt, synchronously, once the gate is passed.
             generate: Runs it.
             limit: Entered around `generate` only, so that waiting costs a turn nothing; `None` is no limit.
+            goes_on: Whether its turn has begun: it waits for a slot before those that have not. Else whatever began
+                while it was cut would be ahead of it, and it would get old.
 
         Returns:
             The attempt, finished; or cut by `cut`, then without a finish reason.
@@ -235,7 +239,7 @@ class Gate:
             if self.shut:
                 await self.wait_open()
             if not slots.take():
-                await slots.acquire()
+                await (slots.acquire_first() if goes_on else slots.acquire())
             try:
                 if self.shut:  # a pause or an outage began while this turn waited for its slot
                     continue

@@ -1,13 +1,14 @@
-"""Bounded concurrency: so many at once, first come first served."""
+"""Bounded concurrency: so many at once, first come first served; who goes on with something comes before all."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
-from anyio import CancelScope, Semaphore, current_time
+from anyio import CancelScope, Event, Semaphore, current_time
 
 from ._instruments import Instruments
 from ._tree import HolderTree, SlotsTree, Wait, WaitKind
@@ -69,6 +70,7 @@ class Slots:
         self.lost: int = 0
         self._semaphore = None if size is None else Semaphore(size, fast_acquire=True)
         self._waiting: dict[CancelScope, float] = {}
+        self._first: deque[Event] = deque()  # who waits before all others
 
     def take(self) -> bool:
         """Takes a slot if one is free and nobody waits for it; whether it did. `release` gives it back."""
@@ -98,10 +100,31 @@ class Slots:
             await self._wait(self._semaphore, patience)
         self.used += 1
 
+    async def acquire_first(self) -> None:
+        """As `acquire`, before everybody who waits there: for who goes on with what it had a slot for."""
+        if self.take():
+            return
+        handed = Event()
+        self._first.append(handed)
+        try:
+            await handed.wait()
+        except BaseException:
+            if handed.is_set():
+                self._hand_on()  # it was its own already
+            else:
+                self._first.remove(handed)
+            raise
+        self.used += 1
+
     def release(self) -> None:
         """Gives a slot back."""
         self.used -= 1
-        if self._semaphore is not None:
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        if self._first:
+            self._first.popleft().set()
+        elif self._semaphore is not None:
             self._semaphore.release()
 
     def lose(self) -> None:
@@ -123,7 +146,7 @@ class Slots:
         return SlotsTree(
             size=self.size,
             used=self.used,
-            waiting=0 if self._semaphore is None else self._semaphore.statistics().tasks_waiting,
+            waiting=self.waiting,
             holders=tuple(
                 HolderTree(
                     name=call.name,
@@ -134,6 +157,12 @@ class Slots:
                 if call.running
             ),
         )
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for one."""
+        behind = 0 if self._semaphore is None else self._semaphore.statistics().tasks_waiting
+        return len(self._first) + behind
 
     def wait(self, seconds: float) -> Wait:
         """What it is to wait for one."""

@@ -365,7 +365,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "turns take no slot",
         (
             "_gate.py",
-            "            if not slots.take():\n                await slots.acquire()\n",
+            "            if not slots.take():\n"
+            "                await (slots.acquire_first() if goes_on else slots.acquire())\n",
             "            if not slots.take():\n                slots.used += 1\n",
         ),
     ),
