@@ -219,6 +219,30 @@ async def pause_beyond(url: str, mode: PauseMode, at_once: int, rounds: int) -> 
     return found
 
 
+async def bare_abort(url: str, at_once: int, rounds: int) -> list[float]:
+    """What a bare httpx2 client takes, beyond the server's answer, until it has read all that the abort has ended."""
+    found: list[float] = []
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    body = Load("held", at_once, at_once, tokens=HELD).body()
+    async with httpx2.AsyncClient(base_url=url, limits=limits, timeout=None) as client:
+
+        async def post() -> None:
+            (await client.post("/inference/v1/generate", json=body)).json()
+
+        for _ in range(rounds):
+            async with anyio.create_task_group() as tasks:
+                for _ in range(at_once):
+                    tasks.start_soon(post)
+                while await figure(url, RUNNING) < at_once:  # noqa: ASYNC110 - it tells nobody by itself
+                    await anyio.sleep(0.1)
+                calm()
+                started = now()
+                await client.post("/pause", params={"mode": "abort"})
+            found.append((now() - started - PAUSE) * 1e3)
+            await client.post("/resume")
+    return found
+
+
 def loads(quick: bool) -> list[Load]:
     """What is asked of the server; a look asks for less, and only for 64 at once."""
     share = 8 if quick else 1
@@ -241,14 +265,22 @@ def run(quick: bool) -> list[Row]:
                 rows += compared(url, load, rounds, backend)
             for mode in (PauseMode.KEEP, PauseMode.ABORT):
                 beyond = anyio.run(pause_beyond, url, mode, at_once, rounds, backend=backend)
-                rows.append(pause_row(backend, mode, at_once, beyond))
+                bare = None
+                if mode is PauseMode.ABORT:
+                    bare = anyio.run(bare_abort, url, at_once, rounds, backend=backend)
+                rows.append(pause_row(backend, mode, at_once, beyond, bare))
     return rows
 
 
-def pause_row(backend: str, mode: PauseMode, at_once: int, beyond: list[float]) -> Row:
-    """What a pause takes; only one that is over with the server's answer has a goal."""
+def pause_row(
+    backend: str, mode: PauseMode, at_once: int, beyond: list[float], bare: list[float] | None
+) -> Row:
+    """What a pause takes: 50 ms where the server's answer ends it, and where it ends all requests, no more than reading
+    what they bring takes a bare client."""
     case = f"{backend}: {mode.name}, beyond the server's answer, {at_once:,} in flight"
-    return row(case, "ms", beyond, at_most=50.0 if mode is PauseMode.KEEP else None)
+    if bare is None:
+        return row(case, "ms", beyond, at_most=50.0)
+    return row(case, "ms", beyond, baseline=bare, at_most_ratio=1.0)
 
 
 def compared(url: str, load: Load, rounds: int, backend: str) -> list[Row]:
