@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -143,8 +145,14 @@ every_adapter = pytest.mark.parametrize(
 )
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    text = path.read_text(encoding="utf-8")
+    gc.disable()  # what other tests left may have finalizers, and CPython's parser takes offense at them
+    try:
+        return ast.parse(text, str(path))
+    finally:
+        gc.enable()
 
 
 def imported(path: Path, package: str) -> Iterator[tuple[str, list[str], ast.stmt]]:
