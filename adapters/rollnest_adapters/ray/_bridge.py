@@ -22,8 +22,9 @@ import ray
 from anyio.lowlevel import checkpoint
 from ray.exceptions import ObjectRefStreamEndOfStreamError, RayError
 
-from .._checks import check_positive  # noqa: TID252
-from .._loop_bridge import loop_caller  # noqa: TID252
+from rollnest_adapters._checks import check_positive
+from rollnest_adapters._loop_bridge import loop_caller
+
 from ._failures import RayCallFailed, what_failed
 
 __all__ = ["RAY", "Arrival", "RayStream", "call", "check_initialized", "result", "send", "stream"]

@@ -24,8 +24,8 @@ from ray.actor import ActorHandle
 
 from rollnest.abc import Attempt, Capabilities, Health, PauseMode, ReleaseTag, WeightSource
 from rollnest.errors import InferenceError, WeightsState, WeightUpdateFailed
+from rollnest_adapters._checks import check_positive, check_whole
 
-from .._checks import check_positive, check_whole  # noqa: TID252
 from ._bridge import RAY, Arrival, call, check_initialized, send
 from ._failures import RayCallFailed, inference_error, what_failed
 from ._host import TAKEN_OVER

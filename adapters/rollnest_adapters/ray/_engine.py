@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike, fspath
@@ -23,8 +24,8 @@ from rollnest import (
 )
 from rollnest.abc import ReleaseTag, WeightSource
 from rollnest.errors import EndOfPrompts
+from rollnest_adapters._checks import check_positive
 
-from .._checks import check_positive  # noqa: TID252
 from ._bridge import check_initialized
 from ._engine_host import EngineHost, RayPauseInfo
 from ._failures import what_failed
@@ -32,6 +33,8 @@ from ._loops import pack
 from ._options import RayOptions
 
 __all__ = ["RayEngine", "RayPause"]
+
+_log = logging.getLogger("rollnest")
 
 
 class RayEngine:
@@ -210,12 +213,13 @@ class RayEngine:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """As `close`; after an error, what that raises is left out."""
-        if exc is None:
+        """As `close`; after an error, what that raises goes to the log."""
+        try:
             self.close()
-            return
-        with suppress(Exception):
-            self.close()
+        except Exception as error:
+            if exc is None:
+                raise
+            _log.warning("the engine in %r did not end well either: %s", self._actor, error)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _handle, (self._actor, self._received)

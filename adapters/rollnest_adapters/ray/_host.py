@@ -21,8 +21,8 @@ import anyio
 
 from rollnest.abc import Attempt, Health, InferenceController, PauseMode, ReleaseTag, WeightSource
 from rollnest.errors import InferenceError
+from rollnest_adapters._checks import check_whole
 
-from .._checks import check_whole  # noqa: TID252
 from ._bridge import RAY, check_initialized
 from ._in_group import in_group
 from ._options import RayOptions

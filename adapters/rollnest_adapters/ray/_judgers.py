@@ -18,8 +18,8 @@ import anyio
 from rollnest import ProcessJudger, Sample
 from rollnest.abc import BatchJudger, CompositeJudger, Judger, JudgerLike, VerdictLike
 from rollnest.errors import JudgeError
+from rollnest_adapters._checks import check_positive, check_whole
 
-from .._checks import check_positive, check_whole  # noqa: TID252
 from ._bridge import RAY, call, check_initialized, send
 from ._failures import RayCallFailed
 from ._judge_host import CONTROL, JudgeHost

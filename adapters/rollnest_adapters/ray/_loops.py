@@ -25,8 +25,8 @@ from ray.exceptions import RayError
 from rollnest import AgentLoop, Prompt, Rollout
 from rollnest.errors import DataError, EngineBusy, leaves
 from rollnest.hosting import Begin, FromHost, Host, HostedLoop, ToHost, holds_users_objects
+from rollnest_adapters._checks import check_positive, check_whole
 
-from .._checks import check_positive, check_whole  # noqa: TID252
 from ._bridge import call, check_initialized
 from ._failures import RayCallFailed
 from ._loop_actor import LoopActor, RayLoopState

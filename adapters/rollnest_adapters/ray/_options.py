@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import field, fields, frozen
 
-from .._checks import check_positive, check_whole  # noqa: TID252
+from rollnest_adapters._checks import check_positive, check_whole
 
 __all__ = ["RayOptions"]
 

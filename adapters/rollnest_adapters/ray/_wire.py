@@ -10,8 +10,7 @@ from attrs import field, frozen
 
 from rollnest import Sampling
 from rollnest.abc import Attempt, Capabilities
-
-from .._checks import whole  # noqa: TID252
+from rollnest_adapters._checks import whole
 
 __all__ = ["GenerateReply", "GenerateRequest", "PolicyDescription"]
 
