@@ -102,7 +102,7 @@ class LoopHost:
         *,
         exit_grace: float = 5.0,
     ) -> None:
-        self.loop = as_loop(loop)
+        self.loop: AgentLoop = as_loop(loop)
         self._send = send
         self._exit_grace = exit_grace
         self._setups: dict[int, RolloutServices] = {}

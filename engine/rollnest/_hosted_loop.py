@@ -49,7 +49,7 @@ from ._host_messages import (
     Withdraw,
 )
 from ._loops import AgentLoop, LoopFunction, as_loop, overrides_generate_group
-from ._records import Failure, Turn
+from ._records import Failure, Message, Turn
 from ._response import Response
 from ._rollout import Rollout
 from ._slots import Call
@@ -83,7 +83,7 @@ class HostedLoop(AgentLoop):
     """
 
     def __init__(self, loop: AgentLoop | LoopFunction, *, grace: float = 5.0) -> None:
-        self.loop = as_loop(loop)
+        self.loop: AgentLoop = as_loop(loop)
         if isinstance(self.loop, HostedLoop):
             raise ValueError(f"loop must not run elsewhere already, got {self.loop!r}")
         if overrides_generate_group(self.loop):
@@ -91,7 +91,7 @@ class HostedLoop(AgentLoop):
                 f"loop must not override generate_group, which runs with its engine, got {self.loop!r}"
             )
         check_real("grace", grace, 0, open_below=True)
-        self.tools = self.loop.tools
+        self.tools: Sequence[Message] | None = self.loop.tools
         self.hosts: list[Host] = []
         self._grace = grace
         self._sessions = 0
