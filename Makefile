@@ -33,7 +33,7 @@ demo: $(DEMO)
 	@$(VENV)/bin/rollnest demo $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(PY) -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist loadgroup $(ARGS)
+	$(PY) -m pytest --numprocesses $(JOBS) --maxprocesses 8 --max-worker-restart 0 --dist loadgroup $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check .
