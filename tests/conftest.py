@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +11,12 @@ import pytest
 
 from rollnest.testing import virtual_backends
 
+from .hangs import told_of_hanging
+
 ALONE = {"test_mutants", "test_bounds", "test_state_machine", "test_kills"}
 """Files whose tests take minutes together and share nothing: each test goes to whichever worker is free."""
 
+HANGS = 800  # seconds
 SHARED = "hunts"
 """A fixture that takes minutes itself: the tests that use it stay together."""
 
@@ -30,6 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("ray"))
         elif item.path.stem not in ALONE or SHARED in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Has a test that hangs say where, before faulthandler ends the process."""
+    with told_of_hanging(item.nodeid, HANGS):
+        return (yield)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
