@@ -44,7 +44,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fails if the groups were lost on the way: two workers that start a Ray each would be slow, and then hang."""
-    if hasattr(session.config, "workerinput"):
+    if getattr(session.config.option, "loadgroup", False):
         lost = [
             item.nodeid
             for item in session.items
