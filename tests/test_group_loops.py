@@ -23,7 +23,7 @@ from rollnest import (
     Status,
 )
 from rollnest.abc import Attempt
-from rollnest.errors import LoopError, Starved
+from rollnest.errors import HostLost, LoopError, Starved
 from rollnest.testing import (
     RecordingInstrument,
     Reply,
@@ -537,6 +537,31 @@ async def test_a_pause_is_not_seen_by_a_group_loop() -> None:
         await sleep(5)
     assert len(times) == 1
     assert [t.attempts for s in batches[0].samples for t in s.turns] == [2, 2]
+
+
+@pytest.mark.parametrize("losses", [1, 3, 4])
+async def test_a_group_loop_that_loses_what_runs_it_begins_anew(losses: int) -> None:
+    """As a loop of one sample does; the fourth time it fails."""
+    uids: list[str] = []
+
+    async def solve(group: LiveGroup) -> None:
+        uids.append(group.prompt.uid)
+        await group.run(group.rollouts[0])
+        if uids.count("p0") <= losses and group.prompt.uid == "p0":
+            raise HostLost("the arena is gone")
+        await group.run(group.rollouts[1])
+
+    controller = ScriptedController()
+    group, engine, _ = await one(solve, controller=controller)
+    figures = engine.statistics().tasks["task"]
+    if losses < 4:
+        assert group.prompt.uid == "p0"
+        assert figures.redrawn == losses
+        assert figures.members_shrunk == {"restarted": losses, "aborted": losses}
+    else:
+        assert group.prompt.uid == "p1"
+        assert figures.dropped == {"loop": 1}
+        assert uids.count("p0") == 4
 
 
 async def test_redundancy_and_a_group_loop_exclude_each_other() -> None:

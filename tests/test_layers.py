@@ -80,6 +80,7 @@ LAYERS: list[list[str]] = [
         "_eviction",
         "_group",
         "_group_loop",
+        "_group_rules",
         "_host",
         "_hosted_loop",
         "_judging",

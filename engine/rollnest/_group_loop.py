@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import TypeVar, TypeVarTuple, cast
+from collections.abc import Mapping
+from typing import cast
 
 from anyio import CancelScope
 
 from ._gate import Gate, OverLimit
-from ._live import LiveGroup
-from ._members import Members, cancellation_alone, kind_of
-from ._records import Failure, Prompt, Sample, Status
+from ._group_rules import RuledGroup
+from ._members import LOSSES, Members, cancellation_alone, kind_of, side_by_side
+from ._records import Failure, Sample, Status
 from ._rollout import Rollout, begin_loop, freeze_rollout, must_restart
 from ._stray import is_stray
 from ._table import RESTARTED
 from ._task import TaskSpec
-from .errors import LoopError
+from .errors import HostLost, LoopError, describe
 
-__all__ = ["run_group_loop"]
-
-T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
+__all__ = ["FailedElsewhere", "OpenGroup", "run_group_loop"]
 
 RESAMPLED = "resampled"
 """Why a member left in whose place the group loop asked for a fresh one."""
 
-_RESAMPLES = 16  # in one member's place
+
+class FailedElsewhere(Exception):  # it is caught below, and no error of the user's
+    """A group loop failed in another process, of which the error itself has not come."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
 
 
 async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
@@ -37,8 +39,8 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
     if not await members.prepare():
         members.finished = True
         return
-    group = _OpenGroup(members)
-    row, failure = members.row, None
+    group = OpenGroup(members, spec)
+    row, failure, lost = members.row, None, False
     for rollout in members.rollouts.values():
         begin_loop(rollout)  # until it is run, by whom ever
     over = False
@@ -47,16 +49,22 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
             await spec.loop.generate_group(group)
     except OverLimit:
         over = True
+    except FailedElsewhere as error:
+        failure = error.failure
+    except HostLost as error:
+        row.losses += error.blamed
+        lost = row.losses <= LOSSES
+        if not lost:
+            said = f"what ran the group loop was lost {row.losses} times; {describe(error)}"
+            failure = Failure.of("loop", LoopError(said))
     except Exception as error:
         failure = Failure.of(kind_of(error), error)
     except BaseException as error:
         if is_stray(error):
             failure = Failure("loop", "the group loop cancelled itself")
         elif isinstance(error, BaseExceptionGroup):
-            who = f"the group loop of {spec.name}/{row.prompt.uid}/{row.visit}"
-            raise cancellation_alone(
-                who, cast("BaseExceptionGroup[BaseException]", error)
-            ) from None
+            several = cast("BaseExceptionGroup[BaseException]", error)
+            raise cancellation_alone(f"the group loop of {group.uid}", several) from None
         else:
             raise
     finally:
@@ -66,6 +74,8 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
         row.restart = RESTARTED
         members.count_restart()
         return
+    if lost:
+        return  # it was cut: it waits, and is run again
     if over:
         await group.end_rest(f"the group took over {spec.limits.group} s")
     elif failure is None:
@@ -77,106 +87,70 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
     members.finished = True
 
 
-class _OpenGroup(LiveGroup):
-    """The live group of one row."""
+class OpenGroup(RuledGroup):
+    """The live group of one row.
 
-    def __init__(self, members: Members) -> None:
+    Attributes:
+        uid: Its name.
+        by_group: Whether its members are judged together.
+        seeds: Of members that a replayed loop has yet to come by, by index and place, where they have one of their own.
+    """
+
+    def __init__(self, members: Members, spec: TaskSpec) -> None:
         members.begun = set()
+        row, lives = members.row, members.lives
+        super().__init__(
+            row.prompt,
+            row.visit,
+            members.rollouts,
+            members.samples,
+            members.begun,
+            judges=members.judges,
+        )
+        self.uid = f"{spec.name}/{row.prompt.uid}/{row.visit}"
+        self.by_group = members.by_group
+        self.seeds: Mapping[tuple[int, int], int] = {} if lives is None else lives.seeds
         self._members = members
-        self._begun = members.begun
-        self._running: dict[int, CancelScope] = {}
-        self._leaving: dict[int, str] = {}  # running members that were dropped, and why
-        self._resampled: Counter[int] = Counter()
-        self._closed = False
-
-    @property
-    def prompt(self) -> Prompt:
-        return self._members.row.prompt
-
-    @property
-    def rollouts(self) -> tuple[Rollout, ...]:
-        rollouts = self._members.rollouts
-        return tuple(rollouts[index] for index in sorted(rollouts))
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        samples = self._members.samples
-        return tuple(samples[index] for index in sorted(samples))
+        self._scopes: dict[int, CancelScope] = {}
 
     async def run(self, rollout: Rollout) -> Sample:
-        index = self._index("run()", rollout)
-        if index in self._running:
-            raise LoopError(f"run() on rollout {rollout.uid}, which runs already")
-        self._check_not_ended("run()", rollout)
-        if index in self._begun:
-            raise LoopError(f"run() on rollout {rollout.uid}, which was run and cancelled")
-        self._begun.add(index)
-        scope = self._running[index] = CancelScope()
+        index = self._begin_run(rollout)
+        scope = self._scopes[index] = CancelScope()
         sample: Sample | None = None
         try:
             with scope:
                 sample = await self._members.run_member(rollout)
         finally:
-            del self._running[index]
+            self._running.remove(index)
+            del self._scopes[index]
             reason = self._leaving.pop(index, None)
             if reason is not None:
                 sample = self._members.leave(index, reason)
         assert sample is not None  # only `drop` cancels the scope
         return sample
 
-    async def each(self, function: Callable[[Rollout, *Ts], Awaitable[T]], *args: *Ts) -> list[T]:
-        self._check_open("each()")
-        live = [r for r in self.rollouts if r.index not in self._members.samples]
-        return await self._members.each(function, live, *args)
-
     async def judge(self) -> tuple[Sample, ...]:
-        self._check_open("judge()")
-        if not self._members.judges:
-            raise LoopError("judge() on a task without a judger")
-        for index in self._running:
-            uid = self._members.rollouts[index].uid
-            raise LoopError(f"judge() while rollout {uid} runs")
+        self._check_judge()
         await self.end_rest()
         await self._members.judge_group()
         return self.samples
 
     def resample(self, rollout: Rollout) -> Rollout:
-        index = self._index("resample()", rollout)
-        if index in self._running or rollout.busy:
-            raise LoopError(f"resample() on rollout {rollout.uid}, which runs")
-        if self._resampled[index] >= _RESAMPLES:
-            raise LoopError(
-                f"rollout {rollout.uid} was resampled {_RESAMPLES} times; that is the most"
-            )
-        self._resampled[index] += 1
-        self._begun.discard(index)
+        index = self._begin_resample(rollout)
         fresh = self._members.replace(self._members.ended(index), RESAMPLED)
         begin_loop(fresh)
         return fresh
 
     def drop(self, rollout: Rollout, reason: str = "dropped") -> None:
-        index = self._index("drop()", rollout)
-        if not isinstance(reason, str) or not reason:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise LoopError(f"drop() needs a reason, a string, got {reason!r}")
-        if self._members.count - len(self._leaving) <= 1:
-            raise LoopError(f"drop() on rollout {rollout.uid}, the last member of its group")
-        if index in self._running:
-            self._leaving[index] = reason
-            self._running[index].cancel()
-        elif rollout.busy:
-            raise LoopError(f"drop() on rollout {rollout.uid}, of which a turn runs outside run()")
+        if self._begin_drop(rollout, reason):
+            self._scopes[rollout.index].cancel()
         else:
-            self._members.leave(index, reason)
-
-    def close(self) -> None:
-        """The group loop has returned."""
-        self._closed = True
+            self._members.leave(rollout.index, reason)
 
     async def end_rest(self, over: str | None = None) -> None:
         """Ends the members that have not, as if their loop had returned or was over a limit, and judges each."""
-        live = [r for r in self.rollouts if r.index not in self._members.samples]
-        if live:
-            await self._members.each(self._end, live, over)
+        if self.live:
+            await side_by_side(self._end, self.live, over)
 
     async def _end(self, rollout: Rollout, over: str | None) -> None:
         index = rollout.index
@@ -202,30 +176,5 @@ class _OpenGroup(LiveGroup):
 
     def fail_rest(self, failure: Failure) -> None:
         """Ends the members that have not: the group loop failed."""
-        for rollout in self.rollouts:
-            if rollout.index not in self._members.samples:
-                self._members.put(freeze_rollout(rollout, Status.FAILED, failure))
-
-    def _index(self, what: str, rollout: Rollout) -> int:
-        self._check_open(what)
-        if (
-            self._members.rollouts.get(rollout.index) is not rollout
-            or rollout.index in self._leaving
-        ):
-            raise LoopError(f"{what} on rollout {rollout.uid}, which is no member of {self!r}")
-        return rollout.index
-
-    def _check_not_ended(self, what: str, rollout: Rollout) -> None:
-        sample = self._members.samples.get(rollout.index)
-        if sample is not None:
-            raise LoopError(
-                f"{what} on rollout {rollout.uid}, which has ended: {sample.status.value}"
-            )
-
-    def _check_open(self, what: str) -> None:
-        if self._closed:
-            raise LoopError(f"{what} on {self!r}, whose loop has returned")
-
-    def __repr__(self) -> str:
-        row = self._members.row
-        return f"<LiveGroup of prompt {row.prompt.uid!r} visit {row.visit}: {self._members.count} members>"
+        for rollout in self.live:
+            self._members.put(freeze_rollout(rollout, Status.FAILED, failure))

@@ -188,6 +188,12 @@ class Lives:
         return [life for key, life in self._recorded.items() if key not in self._begun]
 
     @property
+    def seeds(self) -> Mapping[Key, int]:
+        """Of recorded lives, the seeds of their random generators."""
+        journals = [(key, life.journal) for key, life in self._recorded.items()]
+        return {key: journal.seed for key, journal in journals if journal is not None}
+
+    @property
     def hidden_tokens(self) -> int:
         """Tokens of lives that have left or are to come."""
         hidden = [*self.left.values(), *self.to_come]

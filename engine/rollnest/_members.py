@@ -52,7 +52,7 @@ from .errors import (
     leaves,
 )
 
-__all__ = ["Members", "cancellation_alone", "kind_of"]
+__all__ = ["LOSSES", "Members", "cancellation_alone", "kind_of", "side_by_side"]
 
 _log = logging.getLogger("rollnest")
 
@@ -62,7 +62,7 @@ Ts = TypeVarTuple("Ts")
 RETRIED = "retried"
 """Why a member left that failed, and for which another one was begun."""
 
-_LOSSES = 3
+LOSSES = 3
 """How often a member's loop may be lost with what ran it. A loop that brings that down itself would do so for ever."""
 
 _NOBODY: dict[int, Sample] = {}
@@ -250,6 +250,11 @@ class Members:
         """Whether the task has a judger."""
         return self._judging is not None
 
+    @property
+    def by_group(self) -> bool:
+        """Whether it judges members together."""
+        return self._judging is not None and self._judging.by_group
+
     def evict(self, *, at_once: bool) -> None:
         """Cancels what has not ended; waits for its judgers unless it has to be at once.
 
@@ -348,23 +353,6 @@ class Members:
         except BaseExceptionGroup as group:
             raise cancellation_alone(rollout.uid, group) from None
 
-    async def each(
-        self,
-        function: Callable[[Rollout, *Ts], Awaitable[T]],
-        rollouts: Iterable[Rollout],
-        *args: *Ts,
-    ) -> list[T]:
-        """Calls a function for several rollouts side by side, and returns what it returned."""
-        results: dict[int, T] = {}
-
-        async def call(rollout: Rollout) -> None:
-            results[rollout.index] = await function(rollout, *args)
-
-        async with create_task_group() as tasks:
-            for rollout in rollouts:
-                tasks.start_soon(call, rollout, name=rollout.uid)
-        return [results[index] for index in sorted(results)]
-
     async def _generate(self, rollout: Rollout, group_limit: Limit | None) -> Sample:
         """Generates one sample."""
         limits = self._spec.limits
@@ -403,7 +391,7 @@ class Members:
             except HostLost as lost:
                 if not must_restart(rollout):
                     losses += lost.blamed
-                    if losses > _LOSSES:
+                    if losses > LOSSES:
                         raise LoopError(
                             f"what ran the agent loop was lost {losses} times; {describe(lost)}"
                         ) from lost
@@ -887,6 +875,21 @@ class Members:
     def __repr__(self) -> str:
         ended = len(self.samples)
         return f"<Members of {self.row!r}: {ended} of {self.count} have ended>"
+
+
+async def side_by_side(
+    function: Callable[[Rollout, *Ts], Awaitable[T]], rollouts: Iterable[Rollout], *args: *Ts
+) -> list[T]:
+    """Calls a function for several rollouts side by side, and returns what it returned, by index."""
+    results: dict[int, T] = {}
+
+    async def call(rollout: Rollout) -> None:
+        results[rollout.index] = await function(rollout, *args)
+
+    async with create_task_group() as tasks:
+        for rollout in rollouts:
+            tasks.start_soon(call, rollout, name=rollout.uid)
+    return [results[index] for index in sorted(results)]
 
 
 @contextmanager

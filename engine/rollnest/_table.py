@@ -92,6 +92,7 @@ class Row:
         restart: Why nothing of it is kept when it is drawn again; `None` if that is not so.
         seconds: Time from its start to its end, over all runs.
         tries: What it has used up, if it was cut.
+        losses: How often what ran its group loop was lost, and this loop may be why.
     """
 
     __slots__ = (
@@ -101,6 +102,7 @@ class Row:
         "in_tail",
         "journals",
         "kept",
+        "losses",
         "prompt",
         "record",
         "restart",
@@ -125,6 +127,7 @@ class Row:
         self.restart: str | None = None
         self.seconds = 0.0
         self.tries = NO_TRIES
+        self.losses = 0
         self.figures: GroupFigures
 
     @property

@@ -106,7 +106,8 @@ class HostLost(RollnestError):
 
     A loop that runs its work elsewhere raises it. The engine runs the loop again, on a rollout that has everything the
     lost one had: turns, results of tools, verdicts. A tool that was running counts as not known to have taken effect.
-    A loop that may itself be why fails its sample the fourth time.
+    A loop that may itself be why fails its sample the fourth time. Out of `generate_group` it cuts the group, which is
+    drawn again and run again, as after an eviction.
 
     Attributes:
         blamed: Whether this loop may be what brought it down.
