@@ -250,11 +250,21 @@ async def test_stuck_when_more_is_asked_for_than_a_strategy_lets_start() -> None
             await engine.next_batch(3)
 
 
-async def test_stuck_is_no_matter_of_another_tasks_groups() -> None:
-    class Never(SyncStrategy):
-        def room(self, production: Production) -> int:
-            return 0
+class OneAhead(AsyncStrategy):
+    """One group runs ahead of what is asked for."""
 
+    def room(self, production: Production) -> int:
+        return max(0, 1 - production.flight - production.ready)
+
+
+class Never(SyncStrategy):
+    """No group starts."""
+
+    def room(self, production: Production) -> int:
+        return 0
+
+
+async def test_stuck_is_no_matter_of_another_tasks_groups() -> None:
     def all_to_b(request: AllocationRequest) -> dict[str, int]:
         return {"b": request.groups}
 
@@ -262,6 +272,23 @@ async def test_stuck_is_no_matter_of_another_tasks_groups() -> None:
     async with Engine(ScriptedController(), tasks, allocate=all_to_b) as engine:
         with pytest.raises(Stuck, match="'b'"):
             await engine.next_batch(1)
+
+
+@pytest.mark.parametrize("others", [1, 3])
+async def test_stuck_is_found_when_the_last_group_of_another_task_ends(others: int) -> None:
+    """Which lacks nothing itself, and whose producer has still to find that it can't start another one."""
+
+    def all_to_last(request: AllocationRequest) -> dict[str, int]:
+        return {"last": request.groups}
+
+    controller = ScriptedController(lambda _: Reply([5, 0], delay=1.0))
+    tasks = [spec(name=f"other {number}", strategy=OneAhead()) for number in range(others)]
+    tasks.append(spec(name="last", strategy=Never()))
+    async with Engine(controller, tasks, batch_size=1, allocate=all_to_last) as engine:
+        with anyio.fail_after(1.5), pytest.raises(Stuck, match="'last'"):
+            await engine.next_batch()
+        assert engine.statistics().total("ready") == others
+    assert_conserved(engine, committed=controller.committed)
 
 
 async def test_a_closed_gate_is_not_stuck() -> None:

@@ -10,8 +10,16 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from rollnest import AsyncStrategy, Engine, Group, Prompt, Rollout
-from rollnest.errors import DataError, EndOfPrompts, EngineBroken, EngineClosed
+from rollnest import (
+    AllocationRequest,
+    AsyncStrategy,
+    Engine,
+    Group,
+    Prompt,
+    Rollout,
+    SyncStrategy,
+)
+from rollnest.errors import DataError, EndOfPrompts, EngineBroken, EngineClosed, Stuck
 from rollnest.testing import ScriptedController, assert_conserved
 
 from .helpers import prompts, spec
@@ -158,6 +166,23 @@ async def test_rows_that_wait_are_drawn_again_while_the_source_is_slow() -> None
             await pause.update_weights({})
         assert engine.statistics().total("waiting") == 0
     assert_conserved(engine, committed=controller.committed)
+
+
+async def test_stuck_is_found_when_the_source_of_another_task_ends() -> None:
+    class Never(SyncStrategy):
+        def room(self, production: Any) -> int:
+            return 0
+
+    def all_to_last(request: AllocationRequest) -> dict[str, int]:
+        return {"last": request.groups}
+
+    tasks = [
+        spec(name="other", prompts=Awaited([]), strategy=AsyncStrategy(lead=1)),
+        spec(name="last", strategy=Never()),
+    ]
+    async with Engine(ScriptedController(), tasks, batch_size=1, allocate=all_to_last) as engine:
+        with anyio.fail_after(1), pytest.raises(Stuck, match="'last'"):
+            await engine.next_batch()
 
 
 class Curious(Listed):

@@ -246,7 +246,8 @@ class Producer:
                     await checkpoint()
             # Nothing was awaited since it looked, so this is still true.
             self._is_looking = False
-            if self.missing and not self.table.flight:
+            if self.idle:
+                # Whatever it lacks itself: another task's batch may be one that can't come only now.
                 self._on_idle()
             await self.bell.wait()
 
