@@ -708,15 +708,26 @@ class Context:
             The attempt, and why it failed, if it may be sent again.
         """
         services = self._core.services
+        gate = services.gate
         self._request = sampling, start, cap
+        if gate.shut or not gate.slots.take():
+            await gate.enter(goes_on=self._tries > 0)
         usable = True
         failure: InferenceError | None = None
         timed_out = False
         try:
-            done = await services.gate.pass_through(
-                self._begin_attempt, services.controller.generate, limit, goes_on=self._tries > 0
-            )
-            if not services.partial and self._is_partial(done, sampling):
+            self._running = running = self._make_attempt()
+            scope = gate.begin(running)
+            services.instruments.tell("turn_started", running)
+            if limit is None:
+                with scope:
+                    await services.controller.generate(running)
+            else:  # waiting cost the turn nothing
+                with limit, scope:
+                    await services.controller.generate(running)
+            if running.finish_reason is None and not scope.cancel_called:
+                raise InferenceError("the controller returned without finishing the attempt")
+            if not services.partial and self._is_partial(running, sampling):
                 usable = False
                 services.counters.restarted_turns += 1
         except OverLimit:
@@ -742,6 +753,7 @@ class Context:
             raise
         finally:
             attempt, self._running = self._running, None
+            gate.end(attempt)
             if attempt is not None:
                 stopped = self._keep(attempt, sampling, start, usable)
                 if usable:
@@ -752,8 +764,8 @@ class Context:
         assert attempt is not None
         return attempt, failure
 
-    def _begin_attempt(self) -> Attempt:
-        """Makes the attempt, once the gate is passed."""
+    def _make_attempt(self) -> Attempt:
+        """Makes the next attempt of the turn, once it may pass the gate."""
         core = self._core
         services = core.services
         gate = services.gate
@@ -766,7 +778,10 @@ class Context:
             whole = array("i", prompt_ids.tobytes())
             whole.extend(self._response.packed_ids)
             prompt_ids = memoryview(whole).toreadonly()
-        self._running = attempt = Attempt(
+        self._tries += 1
+        self._since = gate.clock()
+        self._mark = services.outage.failures
+        return Attempt(
             prompt_ids,
             max_tokens=cap,
             sampling=sampling,
@@ -776,11 +791,6 @@ class Context:
             counters=services.counters,
             newest_version=services.newest_version,
         )
-        self._tries += 1
-        self._since = gate.clock()
-        self._mark = services.outage.failures
-        services.instruments.tell("turn_started", attempt)
-        return attempt
 
     def _of_attempt(self, sampling: Sampling, start: int, cap: int, number: int) -> Sampling:
         """The sampling of one attempt: with a seed of its own, and what remains of `min_tokens`."""

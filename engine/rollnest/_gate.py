@@ -22,7 +22,6 @@ from anyio import CancelScope, Event, current_time
 from ._attempt import Attempt
 from ._slots import Slots
 from ._tree import Wait
-from .errors import InferenceError
 
 __all__ = ["Gate", "Limit", "OverLimit"]
 
@@ -190,16 +189,14 @@ class Gate:
 
         It waits for no slot: all of them may be held by turns that hang.
 
-        Cancellation: as `pass_through`.
+        Cancellation: while waiting nothing happened; later the attempt keeps what it received, and is closed.
         """
         await self.wait_unpaused()
         has_slot = self.slots.take()
         try:
             attempt = build()
-            scope = self.new_scope()
-            self._in_flight[attempt] = scope
             try:
-                with scope:
+                with self.begin(attempt):
                     await generate(attempt)
             finally:
                 self._end(attempt)
@@ -208,31 +205,14 @@ class Gate:
             if has_slot:
                 self.slots.release()
 
-    async def pass_through(
-        self,
-        build: Callable[[], Attempt],
-        generate: Callable[[Attempt], Awaitable[None]],
-        limit: Limit | None,
-        *,
-        goes_on: bool = False,
-    ) -> Attempt:
-        """Waits until the policy may be used, then runs one attempt.
+    async def enter(self, *, goes_on: bool = False) -> None:
+        """Waits until the policy may be used, and takes a slot, which `end` gives back.
 
         Args:
-            build: Makes the attempt, synchronously, once the gate is passed.
-            generate: Runs it.
-            limit: Entered around `generate` only, so that waiting costs a turn nothing; `None` is no limit.
             goes_on: Whether its turn has begun: it waits for a slot before those that have not. Else whatever began
                 while it was cut would be ahead of it, and it would get old.
 
-        Returns:
-            The attempt, finished; or cut by `cut`, then without a finish reason.
-
-        Cancellation: while waiting nothing happened; later the attempt keeps what it received, and is closed.
-
-        Raises:
-            InferenceError: The controller returned without finishing the attempt; or what it raised.
-            OverLimit: The limit is over.
+        Cancellation: nothing happened.
         """
         slots = self.slots
         while True:
@@ -240,26 +220,20 @@ class Gate:
                 await self.wait_open()
             if not slots.take():
                 await (slots.acquire_first() if goes_on else slots.acquire())
-            try:
-                if self.shut:  # a pause or an outage began while this turn waited for its slot
-                    continue
-                attempt = build()
-                scope = self.new_scope()
-                self._in_flight[attempt] = scope
-                try:
-                    if limit is None:
-                        with scope:
-                            await generate(attempt)
-                    else:
-                        with limit, scope:
-                            await generate(attempt)
-                finally:
-                    self._end(attempt)
-                if attempt.finish_reason is None and not scope.cancel_called:
-                    raise InferenceError("the controller returned without finishing the attempt")
-                return attempt
-            finally:
-                slots.release()
+            if not self.shut:
+                return
+            slots.release()  # a pause or an outage began while this turn waited for its slot
+
+    def begin(self, attempt: Attempt) -> CancelScope:
+        """Lets an attempt through, with the slot that was taken; in the scope that is returned, `cut` ends it."""
+        self._in_flight[attempt] = scope = self.new_scope()
+        return scope
+
+    def end(self, attempt: Attempt | None) -> None:
+        """Closes an attempt and gives its slot back; `None` if there was none to begin."""
+        if attempt is not None:
+            self._end(attempt)
+        self.slots.release()
 
     def _end(self, attempt: Attempt) -> None:
         attempt.close()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar, TypeVarTuple
 
@@ -354,55 +354,49 @@ class Members:
             raise cancellation_alone(rollout.uid, group) from None
 
     async def _generate(self, rollout: Rollout, group_limit: Limit | None) -> Sample:
-        """Generates one sample."""
-        limits = self._spec.limits
-        failure: Failure | None = None
-        try:
-            if limits.sample is None and group_limit is None:
-                await self._run_loop(rollout)
-            else:
-                with _both(self._services.gate.limit(limits.sample), group_limit):
-                    await self._run_loop(rollout)
-        except OverLimit as over:
-            by_group = over.limit is group_limit
-            what, seconds = ("group", limits.group) if by_group else ("agent loop", limits.sample)
-            rollout = self.rollouts[rollout.index]
-            return self.over_limit(rollout, f"the {what} took over {seconds} s")
-        except Exception as error:
-            failure = Failure.of(kind_of(error), error)
-        except BaseException as error:
-            if not is_stray(error):
-                raise
-            failure = Failure("loop", "the agent loop cancelled itself")
-        status = Status.COMPLETED if failure is None else Status.FAILED
-        return freeze_rollout(self.rollouts[rollout.index], status, failure)
-
-    async def _run_loop(self, rollout: Rollout) -> None:
-        """Runs the loop, and on another rollout in its place where it has to run again.
+        """Runs the loop, and on another rollout in its place where it has to run again; returns the sample.
 
         If a tool did not do the same again, that one begins anew. If what ran the loop is gone, it goes on from the
         journal.
         """
+        loop, seconds = self._spec.loop, self._spec.limits.sample
+        limit = None if seconds is None else Limit(self._services.gate, seconds)
         losses = 0
         while True:
+            failure: Failure | None = None
             begin_loop(rollout)
             try:
-                await self._spec.loop.generate_sample(rollout)
+                if limit is None and group_limit is None:
+                    await loop.generate_sample(rollout)
+                else:
+                    with limit or nullcontext(), group_limit or nullcontext():
+                        await loop.generate_sample(rollout)
+            except OverLimit as over:
+                by_group = over.limit is group_limit
+                what = "group" if by_group else "agent loop"
+                most = self._spec.limits.group if by_group else seconds
+                return self.over_limit(rollout, f"the {what} took over {most} s")
             except HostLost as lost:
-                if not must_restart(rollout):
-                    losses += lost.blamed
-                    if losses > LOSSES:
-                        raise LoopError(
-                            f"what ran the agent loop was lost {losses} times; {describe(lost)}"
-                        ) from lost
+                losses += lost.blamed
+                if losses <= LOSSES and not must_restart(rollout):
                     rollout = self._run_again(rollout)
                     continue
-            except Exception:
-                if not must_restart(rollout):
+                too_often = LoopError(
+                    f"what ran the agent loop was lost {losses} times; {describe(lost)}"
+                )
+                too_often.__cause__ = lost
+                failure = Failure.of("loop", too_often)
+            except Exception as error:
+                failure = Failure.of(kind_of(error), error)
+            except BaseException as error:
+                if not is_stray(error):
                     raise
-            if not must_restart(rollout):
-                return
-            rollout = self._restart(rollout)
+                failure = Failure("loop", "the agent loop cancelled itself")
+            if must_restart(rollout):
+                rollout = self._restart(rollout)
+                continue
+            status = Status.COMPLETED if failure is None else Status.FAILED
+            return freeze_rollout(rollout, status, failure)
 
     def _run_again(self, rollout: Rollout) -> Rollout:
         """Puts another rollout in the place of one whose loop was lost; it goes on from what that one left behind."""
@@ -516,14 +510,16 @@ class Members:
     def put(self, sample: Sample) -> Sample:
         """Records how a member has ended, and looks what that means for the others."""
         index = sample.index
-        self.unjudged.pop(index, None)
+        if self.unjudged:
+            self.unjudged.pop(index, None)
         before = self.samples.get(index)
         self.samples[index] = sample
+        self._count(sample, 1)
+        ends = not self._waits(sample)
         if before is not None:  # kept from an earlier run, or waited for the group's judger
             self._count(before, -1)
-        self._count(sample, 1)
-        ends = not self._waits(sample) and (before is None or self._waits(before))
-        if ends and not self._is_told(sample):
+            ends = ends and self._waits(before)
+        if ends and not (self.lives is not None and self._is_told(sample)):
             self._services.instruments.tell("sample_ended", sample)
             if sample.status is Status.COMPLETED:
                 self._streak.completed()
@@ -890,14 +886,6 @@ async def side_by_side(
         for rollout in rollouts:
             tasks.start_soon(call, rollout, name=rollout.uid)
     return [results[index] for index in sorted(results)]
-
-
-@contextmanager
-def _both(
-    one: AbstractContextManager[None], other: AbstractContextManager[None] | None
-) -> Generator[None]:
-    with one, other or nullcontext():
-        yield
 
 
 def _ended(sample: Sample) -> SampleTree:

@@ -39,7 +39,7 @@ __all__ = ["Producer"]
 
 _log = logging.getLogger("rollnest")
 
-_AT_A_STRETCH = 64
+_AT_A_STRETCH = 4
 """Groups that are started before others get their turn."""
 
 _MOST_LIVE = 2**15

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from asyncio import current_task
+from asyncio import current_task, get_running_loop
 from collections.abc import Callable
+from functools import partial
 
 from anyio import CancelScope
 from anyio.lowlevel import current_token
@@ -23,6 +24,6 @@ def loop_scopes() -> Callable[[], CancelScope]:
 def loop_tasks() -> Callable[[], object]:
     """Returns what gives the task that runs in the running event loop."""
     if hasattr(current_token().native_token, "time"):
-        return current_task
+        return partial(current_task, get_running_loop())
     task: Callable[[], object] = sys.modules["trio"].lowlevel.current_task
     return task

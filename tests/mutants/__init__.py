@@ -112,11 +112,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "I4",
         "outcome taken from cancelled_caught",
         (
-            "_gate.py",
-            "                if attempt.finish_reason is None and not scope.cancel_called:\n",
-            "                if scope.cancelled_caught:\n"
-            "                    attempt.finish_reason = None\n"
-            "                elif attempt.finish_reason is None:\n",
+            "_context.py",
+            "            if running.finish_reason is None and not scope.cancel_called:\n",
+            "            if scope.cancelled_caught:\n"
+            "                running.finish_reason = None\n"
+            "            elif running.finish_reason is None:\n",
         ),
     ),
     _mutant(
@@ -270,8 +270,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "no second look at the gate after waiting for a slot",
         (
             "_gate.py",
-            "                if self.shut:  # a pause",
-            "                if False:  #",
+            "            if not self.shut:\n                return\n",
+            "            if True:\n                return\n",
         ),
     ),
     _mutant(
@@ -280,8 +280,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("_gate.py", "while self.shut:\n", "if self.shut:\n"),
         (
             "_gate.py",
-            "                if self.shut:  # a pause",
-            "                if False:  #",
+            "            if not self.shut:\n                return\n",
+            "            if True:\n                return\n",
         ),
     ),
     _mutant(
@@ -728,7 +728,7 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "a discarded partial is kept",
             (
                 "_context.py",
-                "            if not services.partial and self._is_partial(done, sampling):\n",
+                "            if not services.partial and self._is_partial(running, sampling):\n",
                 "            if False:\n",
             ),
         ),
