@@ -436,7 +436,7 @@ class Context:
             services.check(sampling, services.capabilities)
         start = len(self._response)
         cap = min(max_tokens or sampling.max_tokens, self._room)
-        number = None
+        asked: _Asked | None = None
         self._busy = True
         self._since = services.gate.clock()
         self._begun = start
@@ -452,8 +452,7 @@ class Context:
                     self._record = None
                     core.go_live()
                 else:
-                    number = recorded.begun
-                    self._asked = number, request
+                    self._asked = asked = recorded.begun, request
                     if recorded.turn.finish_reason != "abort":
                         done = turn = self._give_again(recorded.turn)
                         return turn
@@ -463,10 +462,9 @@ class Context:
                         self._record.discard(recorded)
                         services.counters.restarted_turns += 1
                     self._tries = recorded.turn.attempts
-            if number is None:
-                number = core.begun
+            if asked is None:
+                self._asked = asked = core.begun, request
                 core.begun += 1
-                self._asked = number, request
             done = turn = await self._run_turn(sampling, start, cap)
             return turn
         finally:
@@ -480,9 +478,9 @@ class Context:
                 done = Turn(
                     outcome or "abort", None, self._index, start, end, tries, self._response
                 )
-            if done is not None and number is not None:
+            if done is not None and asked is not None:
                 core.turns.append(done)
-                core.asked.append((number, request))
+                core.asked.append(asked)
                 if self._messages is not None:
                     self._messages.append(done.message)
 

@@ -344,8 +344,8 @@ class Sample:
     logprobs_mode: Literal["raw", "processed"] = "processed"
     generate_seconds: float = 0.0
 
-    policy_tokens: int = field(init=False, repr=False, default=0)
-    oldest_version: int | None = field(init=False, repr=False, default=None)
+    policy_tokens: int = field(init=False, repr=False)
+    oldest_version: int | None = field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         tokens, oldest = 0, None
@@ -358,7 +358,7 @@ class Sample:
                     oldest = first
         object.__setattr__(self, "policy_tokens", tokens)
         object.__setattr__(self, "oldest_version", oldest)
-        if self.status is Status.COMPLETED and not self.policy_tokens:
+        if self.status is Status.COMPLETED and not tokens:
             raise ValueError("a COMPLETED sample needs at least one token of the policy")
         if self.verdict is not None and self.status in _NEVER_JUDGED:
             raise ValueError(f"{self.status.name} samples carry no verdict, got {self.verdict}")
@@ -366,7 +366,7 @@ class Sample:
             raise ValueError(
                 f"exactly FAILED samples carry a failure, got {self.status.name}, {self.failure}"
             )
-        if self.unjudged and not (self.status is Status.ABORTED and self.policy_tokens):
+        if self.unjudged and not (self.status is Status.ABORTED and tokens):
             raise ValueError(
                 f"only an ABORTED sample with an answer can be unjudged, got {self.status.name} "
                 f"with {self.policy_tokens} tokens"
