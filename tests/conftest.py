@@ -12,6 +12,7 @@ import pytest
 from rollnest.testing import virtual_backends
 
 from .hangs import told_of_hanging
+from .orders import ORDERS, draw_order, seed_of_run
 
 ALONE = {"test_mutants", "test_bounds", "test_state_machine", "test_kills"}
 """Files whose tests take minutes together and share nothing: each test goes to whichever worker is free."""
@@ -19,6 +20,15 @@ ALONE = {"test_mutants", "test_bounds", "test_state_machine", "test_kills"}
 HANGS = 800  # seconds
 SHARED = "hunts"
 """A fixture that takes minutes itself: the tests that use it stay together."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Has a test that fails say what gives it the same order of tasks again."""
+    report = yield
+    if report.failed:
+        report.sections.append(("order of trio's tasks", f"{ORDERS}={seed_of_run()}"))
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -37,8 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Has a test that hangs say where, before faulthandler ends the process."""
-    with told_of_hanging(item.nodeid, HANGS):
+    """Has a test that hangs say where, before faulthandler ends the process; and draws the order of its tasks."""
+    draw_order(f"{item.path.name}::{item.name}")
+    with told_of_hanging(f"{ORDERS}={seed_of_run()} {item.nodeid}", HANGS):
         return (yield)
 
 
