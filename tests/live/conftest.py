@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from .place import MODELS
 from .scoring import Scorer
@@ -29,8 +30,17 @@ def second() -> Iterator[Vllm]:
 
 
 @pytest.fixture(scope="session")
+def lacking() -> Iterator[Vllm]:
+    """A server without the options that rollnest needs."""
+    with Vllm(free_port(), options=(), dev_mode=False) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def scorers() -> tuple[Scorer, Scorer]:
     """Forward passes of both models."""
+    # Threads that meet after each of a thousand small operations wait for one another, and for the server's.
+    torch.set_num_threads(1)
     return Scorer(MODELS[0]), Scorer(MODELS[1])
 
 
