@@ -117,6 +117,7 @@ LAYERS: list[list[str]] = [
         "testing._scripted",
         "testing._sglang_server",
         "testing._steps",
+        "testing._stuck",
         "testing._vllm_server",
         "testing.servers",
         "testing.strategies",

@@ -10,7 +10,6 @@ from ._check import check_sample as check_sample
 from ._check_loop import LoopReport as LoopReport
 from ._check_loop import check_loop as check_loop
 from ._clock import VirtualEventLoop as VirtualEventLoop
-from ._clock import VirtualTimeStuck as VirtualTimeStuck
 from ._clock import free_running_threads as free_running_threads
 from ._clock import virtual_backends as virtual_backends
 from ._conserved import assert_conserved as assert_conserved
@@ -24,3 +23,4 @@ from ._scripted import expected_token as expected_token
 from ._steps import StepReport as StepReport
 from ._steps import act_at_steps as act_at_steps
 from ._steps import cancel_at_step as cancel_at_step
+from ._stuck import VirtualTimeStuck as VirtualTimeStuck

@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from rollnest._clock import set_virtual_clock
 
+from . import _stuck  # pyright: ignore[reportPrivateUsage]
+from ._stuck import TrioWatch, stuck
+
 if TYPE_CHECKING:
     from trio.testing import MockClock
 
-__all__ = ["VirtualEventLoop", "VirtualTimeStuck", "free_running_threads", "virtual_backends"]
-
-_STUCK_AFTER = 3.0  # real seconds; a thread that works for the engine is waited for longer
-
-
-class VirtualTimeStuck(RuntimeError):
-    """Nothing can run, no deadline is set, and no thread works: the test waits for something that can't happen."""
+__all__ = ["VirtualEventLoop", "free_running_threads", "virtual_backends"]
 
 
 class _VirtualSelector(selectors.DefaultSelector):
@@ -47,11 +44,9 @@ class _VirtualSelector(selectors.DefaultSelector):
             self.now += timeout
             return []
         # A thread works, or only a thread or a signal can go on.
-        events = super().select(_STUCK_AFTER)
+        events = super().select(_stuck.STUCK_AFTER)
         if not events and not self.holds:
-            raise VirtualTimeStuck(
-                "nothing can run and no deadline is set; no thread did anything for 3 real seconds"
-            )
+            raise stuck()
         return events
 
 
@@ -88,7 +83,7 @@ def _asyncio() -> tuple[str, dict[str, Any]]:
 def _trio() -> tuple[str, dict[str, Any]]:
     from trio.testing import MockClock
 
-    return "trio", {"clock": MockClock(autojump_threshold=0)}
+    return "trio", {"clock": MockClock(autojump_threshold=0), "instruments": [TrioWatch()]}
 
 
 _free = 0

@@ -172,7 +172,8 @@ def _run(main: Callable[[], Awaitable[None]], counter: _Counter, backend: str) -
             counter.step()
 
     _, options = virtual_backends()[1]()
-    anyio.run(main, backend="trio", backend_options={**options, "instruments": [Instrument()]})
+    options["instruments"] += [Instrument()]
+    anyio.run(main, backend="trio", backend_options=options)
 
 
 def _living_tasks() -> int:
