@@ -145,8 +145,6 @@ BOUNDS: Mapping[str, int] = {
     "Context._prompt_ids": 64,
     "Response._ids": 64,
     "Response._logprobs": 64,
-    "Response._origin": 64,
-    "Response._runs": 128,
     # What anyio, asyncio and trio keep for each task, scope and waiter.
     "event loop": 2 * LIVE * GROUP,
 }

@@ -1,8 +1,9 @@
 """The packed, append-only answer of one token context.
 
-A `Response` keeps five columns of one length: ids, logprobs, origin, versions and (derived) mask. There are
-two ways in, one for tokens that the policy sampled and one for tokens that something else put there, and each
-checks everything before it changes anything. So the columns can't go out of step, whatever user code does.
+A `Response` has five columns of one length: ids and logprobs, token by token; versions and origin, kept as runs of one
+version; and the mask, derived from them. There are two ways in, one for tokens that the policy sampled and one for
+tokens that something else put there, and each checks everything before it changes anything. So the columns can't go
+out of step, whatever user code does.
 
 Invariants: I1 (one length), I2 (context has no version and logprob 0.0), I3 (policy logprobs are finite and
 <= 0 up to rounding; versions never decrease).
@@ -38,14 +39,13 @@ class Response:
     Columns are read as memory views over packed arrays, so numpy and torch take them without a Python loop:
     `np.asarray(response.ids)`. A view of a response that still grows is a copy of what it held at that moment.
 
-    Cost: at most 9 bytes a token, plus 8 bytes for each run of one version.
+    Cost: 8 bytes a token, plus at most 48 for each run of one version.
     """
 
     __slots__ = (
         "_ids",
         "_last_version",
         "_logprobs",
-        "_origin",
         "_policy_tokens",
         "_runs",
         "_sealed",
@@ -54,9 +54,10 @@ class Response:
     def __init__(self) -> None:
         self._ids = array("i")
         self._logprobs = array("f")
-        self._origin = bytearray()
         self._policy_tokens = 0
-        self._runs = array("i")  # of each run of one version: where it stops, and the version
+        self._runs: tuple[
+            int, ...
+        ] = ()  # of each run of one version: where it stops, and the version
         self._last_version = 0
         self._sealed = False
 
@@ -89,16 +90,15 @@ class Response:
         response = cls.__new__(cls)  # without columns, which would only be replaced
         response._ids = new_ids
         response._logprobs = new_logprobs
-        response._origin = bytearray(_POLICY * count)
         response._policy_tokens = count
         if isinstance(versions, int):
             _check_version(versions, 0)
-            response._runs = array("i", (count, versions))
+            response._runs = (count, versions)
             response._last_version = versions
         else:
             if len(versions) != count:
                 raise ValueError(f"{count} ids but {len(versions)} versions")
-            response._runs = array("i")
+            response._runs = ()
             response._last_version = 0
             for length, version in _runs_of(versions):
                 _check_version(version, response._last_version)
@@ -109,7 +109,7 @@ class Response:
     # Reading
 
     def __len__(self) -> int:
-        return len(self._origin)
+        return len(self._ids)
 
     @property
     def ids(self) -> memoryview[int]:
@@ -129,7 +129,7 @@ class Response:
     @property
     def ends_with_policy(self) -> bool:
         """Whether the policy sampled the last token."""
-        return self._origin.endswith(_POLICY)
+        return bool(self._runs) and self._runs[-1] != CONTEXT_VERSION
 
     @property
     def logprobs(self) -> memoryview[float]:
@@ -140,7 +140,11 @@ class Response:
     @property
     def origin(self) -> memoryview[int]:
         """Who made each token, uint8: 1 the policy, 0 anything else."""
-        return memoryview(bytes(self._origin))
+        parts = [
+            (_CONTEXT if version == CONTEXT_VERSION else _POLICY) * (stop - start)
+            for version, start, stop in self.version_runs
+        ]
+        return memoryview(b"".join(parts))
 
     @property
     def versions(self) -> memoryview[int]:
@@ -191,18 +195,18 @@ class Response:
         piece = Response()
         piece._ids = self._ids[start:stop]
         piece._logprobs = self._logprobs[start:stop]
-        piece._origin = self._origin[start:stop]
         piece._sealed = True
         if stop - start == len(self):  # a copy of it all: nothing has to be looked through
             piece._policy_tokens = self._policy_tokens
-            piece._runs = self._runs[:]
+            piece._runs = self._runs
             piece._last_version = self._last_version
             return piece
-        piece._policy_tokens = piece._origin.count(1)
         for version, run_start, run_stop in self.version_runs:
             length = min(run_stop, stop) - max(run_start, start)
             if length > 0:
                 piece._extend_run(length, version)
+                if version != CONTEXT_VERSION:
+                    piece._policy_tokens += length
         return piece
 
     def __getstate__(self) -> tuple[object, ...]:
@@ -219,7 +223,6 @@ class Response:
         return (
             self._ids == other._ids
             and self._logprobs == other._logprobs
-            and self._origin == other._origin
             and self._runs == other._runs
         )
 
@@ -268,7 +271,6 @@ class Response:
         if new_ids:
             self._ids.extend(new_ids)
             self._logprobs.frombytes(bytes(4 * len(new_ids)))
-            self._origin.extend(_CONTEXT * len(new_ids))
             self._extend_run(len(new_ids), CONTEXT_VERSION)
 
     def extend(self, other: Response) -> None:
@@ -286,7 +288,6 @@ class Response:
         self._check_open()
         self._ids.extend(other._ids)
         self._logprobs.extend(other._logprobs)
-        self._origin.extend(other._origin)
         self._policy_tokens += other._policy_tokens
         if is_one_run:
             self._extend_run(runs[0], runs[1])
@@ -301,7 +302,10 @@ class Response:
 
     def without_trailing_context(self) -> Response:
         """Returns a sealed response that ends with the policy's last token."""
-        return self[: self._origin.rfind(1) + 1]
+        runs, stop = self._runs, len(self._ids)
+        if runs and runs[-1] == CONTEXT_VERSION:
+            stop = runs[-4] if len(runs) > 2 else 0  # two runs of context are one
+        return self[:stop]
 
     def _check_open(self) -> None:
         if self._sealed:
@@ -310,11 +314,11 @@ class Response:
     def _extend_run(self, length: int, version: int) -> None:
         runs = self._runs
         if not runs:
-            runs.extend((length, version))
+            self._runs = (length, version)
         elif runs[-1] == version:
-            runs[-2] += length
+            self._runs = (*runs[:-2], runs[-2] + length, version)
         else:
-            runs.extend((runs[-2] + length, version))
+            self._runs = (*runs, runs[-2] + length, version)
         if version != CONTEXT_VERSION:
             self._last_version = version
 
