@@ -166,7 +166,7 @@ def test_a_batch_comes_or_its_call_says_why_it_can_not(
                     case "publish":
                         async with engine.paused() as pause:
                             await pause.update_weights({})
-                    case "wait":
+                    case _:
                         await anyio.sleep(number)
 
     draw_order(str(order))
