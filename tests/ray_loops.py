@@ -7,9 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rollnest import Rollout
+from rollnest import AgentLoop, LiveGroup, Rollout
 
-__all__ = ["add", "deadly", "fails_to_load", "hang_once", "stubborn", "talk", "waits_in_a_tool"]
+__all__ = [
+    "Auction",
+    "add",
+    "deadly",
+    "fails_to_load",
+    "hang_once",
+    "stubborn",
+    "talk",
+    "waits_in_a_tool",
+]
 
 
 async def talk(rollout: Rollout) -> None:
@@ -58,6 +67,33 @@ async def deadly(rollout: Rollout) -> None:
     await rollout.generate()
     if rollout.prompt.uid == "p0":
         os._exit(3)
+
+
+class Auction(AgentLoop):
+    """Members bid in turn, and know all bids; one is dropped, one resampled, the others run side by side."""
+
+    def __init__(self, *, replayable: bool) -> None:
+        self.replayable = replayable
+
+    async def generate_sample(self, rollout: Rollout) -> None:
+        """A turn, and a tool that notes who runs."""
+        await rollout.generate()
+        rollout.append([500 + await rollout.tool(add, rollout.index, os.getpid() * 0)])
+        await rollout.generate()
+
+    async def generate_group(self, group: LiveGroup) -> None:
+        """See the class."""
+        bids: list[int] = []
+        first, second, third, fourth = group.rollouts
+        for rollout in (first, second):
+            rollout.append(bids[-3:] or [7])
+            bids += (await rollout.generate(max_tokens=2)).ids.tolist()
+        group.drop(fourth, "not needed")
+        sample = await group.run(third)
+        assert sample.reward is not None
+        fresh = group.resample(third)
+        fresh.append([sum(bids) % 400])
+        await group.each(group.run)
 
 
 class FailsToLoad:

@@ -539,6 +539,28 @@ async def test_a_pause_is_not_seen_by_a_group_loop() -> None:
     assert [t.attempts for s in batches[0].samples for t in s.turns] == [2, 2]
 
 
+@pytest.mark.parametrize("replayable", [False, True])
+async def test_an_evaluation_has_all_members_again_whose_loop_was_lost(replayable: bool) -> None:
+    seen: list[int] = []
+
+    async def solve(group: LiveGroup) -> None:
+        seen.append(len(group.rollouts))
+        for rollout in group.rollouts:
+            await group.run(rollout)
+        if len(seen) == 1:
+            raise HostLost("the arena is gone")
+
+    loop = GroupLoop(solve)
+    loop.replayable = replayable
+    controller = ScriptedController()
+    async with Engine(controller, spec(loop=loop, prompts=prompts(1), group_size=3)) as engine:
+        result = await engine.evaluate("task")
+        assert_conserved(engine)
+    assert seen == [3, 3]
+    assert [sample.status for sample in result.samples] == [Status.COMPLETED] * 3
+    assert len(controller.prompts) == (3 if replayable else 6)
+
+
 @pytest.mark.parametrize("losses", [1, 3, 4])
 async def test_a_group_loop_that_loses_what_runs_it_begins_anew(losses: int) -> None:
     """As a loop of one sample does; the fourth time it fails."""

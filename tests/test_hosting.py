@@ -10,11 +10,9 @@ import pytest
 from anyio import create_task_group, move_on_after, sleep, sleep_forever
 
 from rollnest import (
-    AgentLoop,
     Batch,
     Engine,
     Limits,
-    LiveGroup,
     PauseMode,
     Rollout,
     Sample,
@@ -23,7 +21,7 @@ from rollnest import (
     Verdict,
     tool_key,
 )
-from rollnest._host_messages import Appended, Ask, End, Ended, Generate, Ran
+from rollnest._host_messages import Appended, Ask, End, Ended, Generate, Ran, Withdraw
 from rollnest.errors import EndOfPrompts, HostLost, JudgeError, Starved, ToolError
 from rollnest.testing import (
     Reply,
@@ -444,6 +442,24 @@ async def test_messages_of_what_is_over_are_dropped() -> None:
         assert_conserved(engine)
 
 
+async def test_a_request_that_is_withdrawn_at_once_is_cut() -> None:
+    """Both messages may come in one bundle, before anything was begun."""
+
+    async def loop(rollout: Rollout) -> None:
+        for message in (Ask(1, 90, 5, (), Generate(0, None, None)), Withdraw(1, 90)):
+            hosts.all[0].there.receive(message)
+        await sleep(1)
+        asked.append(len(controller.open))
+        await rollout.generate()
+
+    asked: list[int] = []
+    controller = server()
+    hosts = LocalHosts(loop, 1)
+    async with Engine(controller, task_of(hosts)) as engine:
+        await engine.next_batch(1)
+    assert asked == [0]  # a turn would take two seconds
+
+
 async def test_errors_of_the_engine_reach_the_loop_as_what_they_are() -> None:
     said: list[str] = []
 
@@ -504,17 +520,7 @@ async def test_two_tasks_may_share_hosts() -> None:
     assert {sample.task for sample in batch.samples} == {"a", "b"}
 
 
-def test_a_loop_that_can_not_run_elsewhere_is_named() -> None:
-    class Together(AgentLoop):
-        async def generate_sample(self, rollout: Rollout) -> None: ...
-
-        async def generate_group(self, group: LiveGroup) -> None: ...
-
-        def __repr__(self) -> str:
-            return "Together()"
-
-    with pytest.raises(ValueError, match=r"must not override generate_group.*Together\(\)"):
-        LocalHosts(Together())
+def test_a_loop_that_runs_elsewhere_already_is_named() -> None:
     with pytest.raises(ValueError, match="elsewhere already"):
         LocalHosts(LocalHosts(talk))
 

@@ -1,4 +1,4 @@
-"""The engine's order: imports point down, tasks start in five modules, and importing it loads little."""
+"""The engine's order: imports point down, tasks start in six modules, and importing it loads little."""
 
 from __future__ import annotations
 
@@ -81,8 +81,12 @@ LAYERS: list[list[str]] = [
         "_group",
         "_group_loop",
         "_group_rules",
+        "_group_session",
         "_host",
+        "_host_requests",
+        "_hosted_group",
         "_hosted_loop",
+        "_hosted_rollout",
         "_judging",
         "_live",
         "_loops",
@@ -96,6 +100,7 @@ LAYERS: list[list[str]] = [
         "_restore",
         "_rollout",
         "_saving",
+        "_sessions",
         "_shortage",
         "_source",
         "_task",
@@ -125,7 +130,7 @@ LAYERS: list[list[str]] = [
 ]
 LAYER = {module: number for number, layer in enumerate(LAYERS) for module in layer}
 PURE = {*LAYERS[0], *LAYERS[1]} - {"abc"}  # abc says what others implement, async methods too
-STARTS_TASKS = {"_engine", "_host", "_hosted_loop", "_members", "_producer"}
+STARTS_TASKS = {"_engine", "_group_session", "_host", "_members", "_producer", "_sessions"}
 THIRD_PARTY = {"anyio", "attrs", "cattrs"}
 KIT_MAY_IMPORT = {
     "testing.strategies": {"hypothesis"},

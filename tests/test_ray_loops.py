@@ -229,6 +229,59 @@ async def judged(rollout: Any) -> None:
     await rollout.tool(ray_loops.add, 1, 2)
 
 
+async def parity(sample: Sample) -> float:
+    return float(sum(sample.segments[0].ids) % 2)
+
+
+async def test_the_same_group_loop_runs_here_and_in_actors() -> None:
+    batches: list[Batch] = []
+    loops = in_actors(ray_loops.Auction(replayable=False))
+    with anyio.fail_after(HANG):
+        for loop in (loops.loop, loops):
+            async with Engine(Free(), task_of(loop, judger=parity)) as engine:
+                batches.append(await engine.next_batch(2))
+                if loop is loops:
+                    await until(partial(rests, loops))
+                assert_conserved(engine)
+                left = engine.statistics().tasks["task"].members_shrunk
+                assert left == {"not needed": 2, "resampled": 2}
+    here, there = batches
+    assert columns(there.samples) == columns(here.samples)
+    assert [sample.reward for sample in there.samples] == [sample.reward for sample in here.samples]
+
+
+class HeldAtThird(Held):
+    """A policy that answers two requests at once, and the others when it is let."""
+
+    async def generate(self, attempt: Attempt) -> None:
+        if len(self.prompts) < 2:
+            await ScriptedController.generate(self, attempt)
+        else:
+            await super().generate(attempt)
+
+
+@pytest.mark.parametrize("replayable", [False, True])
+async def test_a_group_whose_actor_is_killed_runs_again_in_another(replayable: bool) -> None:
+    loops, controller = in_actors(ray_loops.Auction(replayable=replayable)), HeldAtThird()
+    with anyio.fail_after(HANG):
+        async with Engine(controller, task_of(loops, judger=parity)) as engine:
+            async with taking(engine) as got:
+                await seen(lambda: controller.waiting == 1)  # a member is run
+                kill(loops)
+                await seen(lambda: len(loops.hosts) == 1)
+                controller.go()
+            await until(partial(rests, loops))
+            assert_conserved(engine, committed=controller.committed)
+            figures = engine.statistics().tasks["task"]
+        async with Engine(Free(), task_of(loops.loop, judger=parity)) as engine:
+            here = await engine.next_batch(1)
+    assert columns(got[0].samples) == columns(here.samples)
+    assert (figures.redrawn, figures.members_delivered, figures.diverged) == (1, 3, 0)
+    assert figures.replayed_turns == (3 if replayable else 0)
+    # What was in flight is not asked for again, or is thrown away with the rest.
+    assert len(controller.prompts) == 10 if replayable else len(controller.prompts) >= 12
+
+
 async def test_bug_067_a_pause_does_not_wait_behind_what_actors_are_busy_with(
     tmp_path: Path,
 ) -> None:
@@ -257,6 +310,14 @@ async def both(rollout: Any, directory: str) -> None:
     if rollout.index % 2:
         await rollout.tool(ray_loops.hang_once, directory, rollout.index)
     await rollout.generate()
+
+
+async def is_gone(actor: Any) -> bool:
+    try:
+        await call(actor.state)
+    except RayCallFailed as failed:
+        return failed.actor_gone
+    return False
 
 
 @pytest.mark.parametrize("how", ["scope", "native"])
@@ -295,9 +356,7 @@ async def test_however_the_engine_is_left_nothing_is_left(how: str, anyio_backen
         assert loops.hosts == []
         assert loops._links == []
         for actor in actors:
-            with pytest.raises(RayCallFailed) as failed:
-                await call(actor.state)
-            assert failed.value.actor_gone
+            await until(partial(is_gone, actor))  # a kill is a message to Ray
 
 
 async def test_what_an_actor_does_not_end_is_killed_with_it(tmp_path: Path) -> None:

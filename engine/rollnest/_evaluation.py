@@ -26,6 +26,7 @@ from ._gate import Gate
 from ._group import GroupRunner
 from ._instruments import Instruments
 from ._judging import Judging
+from ._loops import overrides_generate_group, replays_groups
 from ._options import FailurePolicy, Sampling
 from ._producer import Producer
 from ._records import EvalResult, Sample
@@ -134,7 +135,13 @@ class Evaluation:
         self.cancelled = False
         self._gate = gate = services.gate
         self._until_done = CancelScope()
-        self._table = table = GroupTable(spec.name, max_staleness=0, retries=0)
+        self._table = table = GroupTable(
+            spec.name,
+            max_staleness=0,
+            retries=0,
+            restart_whole=overrides_generate_group(spec.loop),
+            replays_groups=replays_groups(spec.loop),
+        )
         self._listener = _Listener(services.instruments, table)
         services = evolve(
             services,

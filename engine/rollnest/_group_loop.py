@@ -68,7 +68,7 @@ async def run_group_loop(members: Members, spec: TaskSpec, gate: Gate) -> None:
         else:
             raise
     finally:
-        group.close()
+        group.shut()
     if any(map(must_restart, members.rollouts.values())):
         # A tool that the group loop itself called did not do the same again. The group waits, and begins anew.
         row.restart = RESTARTED

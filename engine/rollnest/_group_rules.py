@@ -23,6 +23,9 @@ _RESAMPLES = 16  # in one member's place
 class RuledGroup(LiveGroup):
     """A live group that refuses what a loop may not do. Synchronous: a check and what it allows are one step.
 
+    Attributes:
+        judges: Whether the task has a judger.
+
     Args:
         prompt: What is asked.
         visit: Which visit of the prompt.
@@ -47,7 +50,7 @@ class RuledGroup(LiveGroup):
         self._rollouts = rollouts
         self._ended = ended
         self._begun = begun
-        self._judges = judges
+        self.judges = judges
         self._running: set[int] = set()
         self._leaving: dict[int, str] = {}  # running members that were dropped, and why
         self._resampled: Counter[int] = Counter()
@@ -74,7 +77,7 @@ class RuledGroup(LiveGroup):
         """Those that have not ended, by index."""
         return [rollout for rollout in self.rollouts if rollout.index not in self._ended]
 
-    def close(self) -> None:
+    def shut(self) -> None:
         """The group loop has returned."""
         self._closed = True
 
@@ -98,7 +101,7 @@ class RuledGroup(LiveGroup):
 
     def _check_judge(self) -> None:
         self._check_open("judge()")
-        if not self._judges:
+        if not self.judges:
             raise LoopError("judge() on a task without a judger")
         for index in self._running:
             raise LoopError(f"judge() while rollout {self._rollouts[index].uid} runs")

@@ -13,12 +13,25 @@ Each side sends in order, and takes what comes in order. One session is one run 
       Stop: the tool is over its limit   ->
                                          <-       Withdraw: the loop has cancelled what it asked for; gets an Answer
       End: the rollout is cut            ->       the loop is cancelled; Ended all the same
+
+A group loop has a session, and each of its members has one, with a rollout. What the loop asks a member for is asked in
+the member's; the rest in the group's:
+
+      BeginGroup, with its members       ->       runs the group loop
+                                         <-       Ask: a member is to be run, or all are to be judged
+      Enter: another rollout is tried    ->
+      RunLoop: the member's loop runs    ->       in the task that asked, as a tool does
+                                         <-       Ended, of the member
+      GroupAnswer: how members have ended ->      the group loop goes on
+                                         <-       Did, Resampled, Dropped: what the group loop decides at once
+                                         <-       Withdraw: the run was cancelled there, and has ended
+                                         <-       Ended, of the group
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from attrs import frozen
@@ -26,7 +39,7 @@ from attrs import frozen
 from ._codecs import Plain
 from ._journal import OnUnknown, ToolReplay
 from ._options import Sampling
-from ._records import Failure, Prompt, Verdict
+from ._records import Failure, Prompt, Sample, Verdict
 from ._response import Response
 from .abc import Capabilities, Tokenizer
 from .errors import RollnestError
@@ -36,20 +49,30 @@ __all__ = [
     "Appended",
     "Ask",
     "Begin",
+    "BeginGroup",
+    "Did",
+    "Dropped",
     "Edit",
     "End",
     "Ended",
+    "Enter",
     "Failed",
     "Finished",
     "FromHost",
     "Generate",
+    "GroupAnswer",
     "Grown",
     "Judge",
+    "JudgeGroup",
+    "Member",
     "Opened",
     "Prepare",
     "Ran",
     "Request",
+    "Resampled",
     "Run",
+    "RunLoop",
+    "RunMember",
     "Scored",
     "Stop",
     "ToHost",
@@ -128,7 +151,23 @@ class Judge:
     """The verdict of the task's judger."""
 
 
-Request: TypeAlias = "Generate | UseTool | Judge"
+@frozen
+class RunMember:
+    """Of a group loop: the run of a member, and its judging.
+
+    Attributes:
+        member: The member's session.
+    """
+
+    member: int
+
+
+@frozen
+class JudgeGroup:
+    """Of a group loop: the end of all members, and their verdicts."""
+
+
+Request: TypeAlias = "Generate | UseTool | Judge | RunMember | JudgeGroup"
 
 
 # From the host
@@ -193,7 +232,50 @@ class Ended:
     failure: Failure | None = None
 
 
-FromHost: TypeAlias = "Ask | Ran | Withdraw | Ended"
+@frozen(eq=False)
+class Did:
+    """What a member's rollout was given before something else in its group.
+
+    Attributes:
+        session: The member's.
+        edits: What the loop did since it last asked.
+    """
+
+    session: int
+    edits: Sequence[Edit]
+
+
+@frozen(eq=False)
+class Resampled:
+    """A group loop has put a fresh member in the place of another.
+
+    Attributes:
+        session: The group's.
+        member: The session of who left.
+        fresh: The session of the fresh one, a negative number: hosts give these, so that they need not ask.
+    """
+
+    session: int
+    member: int
+    fresh: int
+
+
+@frozen(eq=False)
+class Dropped:
+    """A group loop has let a member go.
+
+    Attributes:
+        session: The group's.
+        index: The member's place. Another rollout may be tried there meanwhile.
+        reason: Why.
+    """
+
+    session: int
+    index: int
+    reason: str
+
+
+FromHost: TypeAlias = "Ask | Ran | Withdraw | Ended | Did | Resampled | Dropped"
 
 
 # To the host
@@ -327,11 +409,106 @@ class End:
     session: int
 
 
-ToHost: TypeAlias = "Prepare | Begin | Run | Answer | Stop | End"
+@frozen(eq=False)
+class Member:
+    """A member of a group.
+
+    Attributes:
+        session: Its number.
+        index: Part of its rollout's name.
+        place: Part of it.
+        seed: Of its random generator.
+    """
+
+    session: int
+    index: int
+    place: int
+    seed: int
+
+
+@frozen(eq=False)
+class BeginGroup:
+    """Runs a group loop.
+
+    Attributes:
+        session: Its number.
+        setup: What its rollouts have in common with others.
+        prompt: What is asked.
+        prompt_ids: Its tokens.
+        visit: Part of its name.
+        members: Its members.
+        seed: Of the random generators of those that take another's place.
+        seeds: Of those of them, by index and place, that have one of their own.
+        judges: Whether the task has a judger.
+        judges_groups: Whether that judges whole groups.
+    """
+
+    session: int
+    setup: int
+    prompt: Prompt
+    prompt_ids: array[int]
+    visit: int
+    members: Sequence[Member]
+    seed: int
+    seeds: Mapping[tuple[int, int], int]
+    judges: bool
+    judges_groups: bool
+
+
+@frozen(eq=False)
+class Enter:
+    """Another rollout is tried in a member's place.
+
+    Attributes:
+        session: The group's.
+        member: It.
+    """
+
+    session: int
+    member: Member
+
+
+@frozen(eq=False)
+class RunLoop:
+    """The loop of a member is to run now.
+
+    Attributes:
+        session: The group's.
+        number: The request.
+        member: The member's session.
+    """
+
+    session: int
+    number: int
+    member: int
+
+
+@frozen(eq=False)
+class GroupAnswer:
+    """What a request of a group loop has brought.
+
+    Attributes:
+        session: The group's.
+        number: The request.
+        error: What it raises.
+        sample: How the member ended that was to be run; without its prompt.
+        ended: What the host doesn't know yet of how members have ended: their sessions, and samples without prompts.
+    """
+
+    session: int
+    number: int
+    error: RollnestError | None = None
+    sample: Sample | None = None
+    ended: Sequence[tuple[int, Sample]] = ()
+
+
+ToHost: TypeAlias = (
+    "Prepare | Begin | Run | Answer | Stop | End | BeginGroup | Enter | RunLoop | GroupAnswer"
+)
 
 
 def holds_users_objects(message: ToHost) -> bool:
     """Whether a message may hold objects of classes that are the user's own: a prompt, a tokenizer, a verdict."""
     if isinstance(message, Answer):
         return isinstance(message.value, Verdict)
-    return isinstance(message, Prepare | Begin)
+    return isinstance(message, Prepare | Begin | BeginGroup | GroupAnswer)

@@ -17,6 +17,7 @@ from .errors import LoopError, ToolError
 
 __all__ = [
     "AgentLoop",
+    "ElsewhereLoop",
     "LoopFunction",
     "SingleTurnLoop",
     "ToolLoop",
@@ -178,6 +179,16 @@ def _as_text(answer: object) -> str:
         return str(answer)
 
 
+class ElsewhereLoop(AgentLoop):
+    """An agent loop that has another one run elsewhere.
+
+    Attributes:
+        loop: That one.
+    """
+
+    loop: AgentLoop
+
+
 class _FunctionLoop(AgentLoop):
     def __init__(self, function: LoopFunction) -> None:
         self._function = function
@@ -190,7 +201,9 @@ class _FunctionLoop(AgentLoop):
 
 
 def overrides_generate_group(loop: AgentLoop) -> bool:
-    """Whether a loop generates its groups itself."""
+    """Whether a loop generates its groups itself, here or elsewhere."""
+    if isinstance(loop, ElsewhereLoop):
+        loop = loop.loop
     return type(loop).generate_group is not AgentLoop.generate_group
 
 

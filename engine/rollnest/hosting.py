@@ -16,16 +16,20 @@ from __future__ import annotations
 
 from ._host import LoopHost as LoopHost
 from ._host_messages import Begin as Begin
+from ._host_messages import BeginGroup as BeginGroup
+from ._host_messages import End as End
 from ._host_messages import Ended as Ended
 from ._host_messages import FromHost as FromHost
 from ._host_messages import Prepare as Prepare
 from ._host_messages import ToHost as ToHost
 from ._host_messages import holds_users_objects as holds_users_objects
-from ._hosted_loop import Host as Host
 from ._hosted_loop import HostedLoop as HostedLoop
+from ._sessions import Host as Host
 
 __all__ = [
     "Begin",
+    "BeginGroup",
+    "End",
     "Ended",
     "FromHost",
     "Host",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from rollnest import Failure
-from rollnest.hosting import Ended, FromHost, LoopHost
+from rollnest.hosting import End, Ended, FromHost, LoopHost
 
 __all__ = ["LoopActor", "RayLoopState"]
 
@@ -24,7 +24,7 @@ class RayLoopState:
 
     Attributes:
         name: The actor's.
-        rollouts: Names of the rollouts whose loops run there.
+        rollouts: Names of the rollouts whose loops run there, and of groups.
         requests: What these have asked the engine for and not got yet.
         abandoned: Names of tools whose thread can't be stopped, and for which nobody waits any more.
         tasks: Names of all of its asyncio tasks.
@@ -74,6 +74,7 @@ class LoopActor:
                 message = pickle.loads(packed)
             except Exception as error:  # something of the user's that can't be found here
                 self._send(Ended(session, (), Failure.of("loop", error)))
+                self._host.receive(End(session))  # its loop may run, and wait for that
             else:
                 self._host.receive(message)
 

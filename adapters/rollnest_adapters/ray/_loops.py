@@ -24,7 +24,15 @@ from ray.exceptions import RayError
 
 from rollnest import AgentLoop, Prompt, Rollout
 from rollnest.errors import DataError, EngineBusy, leaves
-from rollnest.hosting import Begin, FromHost, Host, HostedLoop, ToHost, holds_users_objects
+from rollnest.hosting import (
+    Begin,
+    BeginGroup,
+    FromHost,
+    Host,
+    HostedLoop,
+    ToHost,
+    holds_users_objects,
+)
 from rollnest_adapters._checks import check_positive, check_whole
 
 from ._bridge import call, check_initialized
@@ -51,13 +59,14 @@ class RayLoops(HostedLoop):
     ran before.
 
     An actor that dies is replaced, and its rollouts go on in another one, each from its journal: turns and results of
-    tools are not asked for again. A rollout that loses its actor four times fails.
+    tools are not asked for again. A rollout that loses its actor four times fails. So it is with the group of a loop
+    that overrides `generate_group` and is replayable; one that is not begins anew in another actor.
 
     The engine enters it, and with it the actors start; when the engine is left, they end. Several tasks may share one.
 
     Args:
         loop: The agent loop; it is pickled here, and sent to each actor when that starts. One that overrides
-            `generate_group` runs beside the engine only.
+            `generate_group` has each of its groups in one actor.
         workers: How many actors.
         options: Where they run, and with what; one CPU each if nothing is said.
         grace: Seconds for which an actor may take to end a loop that was cut. Then it is killed, and replaced.
@@ -309,7 +318,7 @@ def _packed(message: ToHost) -> bytes:
         return bytes(_cloudpickle.dumps(message))
     except Exception as error:
         what = "the engine's tokenizer, or a verdict,"
-        if isinstance(message, Begin):
+        if isinstance(message, Begin | BeginGroup):
             what = f"prompt {message.prompt.uid!r}"
         raise DataError(
             f"{what} can't be pickled, to be sent to an actor: {type(error).__name__}: {error}"

@@ -1,0 +1,23 @@
+"""Group loops on hosts behave as those beside the engine do: the same tests, word for word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from . import helpers
+from .local_hosts import LocalHosts
+from .test_group_loops import *  # noqa: F403
+from .test_group_loops import pytestmark as pytestmark
+from .test_replayable_groups import *  # noqa: F403
+
+# A loop that raises this error itself has to be where the engine is.
+del test_a_group_loop_that_loses_what_runs_it_begins_anew  # noqa: F821
+
+
+@pytest.fixture(autouse=True)
+def _hosted() -> Iterator[None]:
+    helpers.hosting.append(LocalHosts)
+    yield
+    helpers.hosting.clear()
