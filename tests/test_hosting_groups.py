@@ -18,6 +18,7 @@ from rollnest import (
     AgentLoop,
     Batch,
     Engine,
+    Failure,
     Limits,
     LiveGroup,
     PauseMode,
@@ -480,7 +481,7 @@ async def test_a_failure_there_is_the_failure_here() -> None:
         await group.run(group.rollouts[0])
         raise ValueError("of the user's own")
 
-    failures = []
+    failures: list[Failure | None] = []
     for where in (GroupLoop(solve), LocalHosts(GroupLoop(solve))):
         async with Engine(server(), group_task(where, prompts=prompts(1), epochs=1)) as engine:
             with pytest.raises((Starved, EndOfPrompts)):
