@@ -509,9 +509,10 @@ async def test_an_expired_group_restarts_whole() -> None:
         async with engine.paused() as pause:
             await pause.update_weights({})
         batch = await engine.next_batch()
-        assert batch.groups[0].prompt.uid == "p0"
+        uid = batch.groups[0].prompt.uid
+        assert uid in ("p0", "p1")  # those that expired, before any fresh one
         assert_conserved(engine, committed=controller.committed)
-    assert runs.count("p0: 2") == 2
+    assert runs.count(f"{uid}: 2") == 2
     assert engine.statistics().tasks["task"].members_shrunk == {"expired": 4}
 
 
