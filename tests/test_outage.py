@@ -306,6 +306,18 @@ async def test_an_outage_that_does_not_end_breaks_the_engine_with_its_causes(han
 
 
 @anyio_only
+@pytest.mark.parametrize("seconds", [3.3, 7.7, 33.3])
+async def test_what_is_left_of_an_outage_may_be_less_than_a_clock_can_tell(seconds: float) -> None:
+    await anyio.sleep(1e6 + 0.1)  # its steps are 1e-10 s then
+    controller = Counting(down)
+    with pytest.raises(EngineBroken, match="no request to the policy's server worked"):
+        async with Engine(controller, spec(), outage=seconds) as engine:
+            await engine.next_batch(4)
+    assert len(controller.times) < 100
+    settled(engine, controller)
+
+
+@anyio_only
 async def test_one_prompt_alone_that_nothing_can_witness_for_breaks_the_engine_too() -> None:
     controller = Counting(in_turn(down))
     task = spec(prompts=prompts(1), epochs=1, group_size=1)

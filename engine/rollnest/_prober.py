@@ -20,6 +20,7 @@ __all__ = ["Prober"]
 _log = logging.getLogger("rollnest")
 
 _FIRST_WAIT = 0.5  # seconds between two probes; doubled each time
+_SHORTEST_WAIT = 1e-3  # what is left may be less than a clock can tell
 _LONGEST_WAIT = 30.0
 _PATIENCE = 60.0  # seconds for one probe
 
@@ -67,7 +68,7 @@ class Prober:
                 continue  # a pause cut it: it waits for the end of that
             if outage.left <= 0:
                 return False
-            await self._rest(min(wait, outage.left))
+            await self._rest(min(wait, max(outage.left, _SHORTEST_WAIT)))
             wait = min(2 * wait, _LONGEST_WAIT)
 
     async def _rest(self, seconds: float) -> None:
