@@ -12,10 +12,6 @@ from .test_group_loops import *  # noqa: F403
 from .test_group_loops import pytestmark as pytestmark
 from .test_replayable_groups import *  # noqa: F403
 
-# A loop that raises this error itself has to be where the engine is.
-del test_a_group_loop_that_loses_what_runs_it_begins_anew  # noqa: F821
-del test_an_evaluation_has_all_members_again_whose_loop_was_lost  # noqa: F821
-
 
 @pytest.fixture(autouse=True)
 def _hosted() -> Iterator[None]:

@@ -525,7 +525,8 @@ def test_a_loop_that_runs_elsewhere_already_is_named() -> None:
         LocalHosts(LocalHosts(talk))
 
 
-async def test_any_loop_may_say_that_what_runs_it_is_gone() -> None:
+@pytest.mark.parametrize("hosted", [False, True])
+async def test_any_loop_may_say_that_what_runs_it_is_gone(hosted: bool) -> None:
     """The error is public: whoever keeps a loop's work elsewhere can have it run again, from its journal."""
     runs: list[int] = []
 
@@ -536,7 +537,8 @@ async def test_any_loop_may_say_that_what_runs_it_is_gone() -> None:
             raise HostLost("the sandbox is gone")
 
     controller = ScriptedController(lambda attempt: Reply([5, 6]))
-    async with Engine(controller, task_of(loop)) as engine:
+    where = LocalHosts(loop) if hosted else loop
+    async with Engine(controller, task_of(where)) as engine:
         (sample,) = (await engine.next_batch(1)).samples
     assert runs == [0, 1, 2]
     assert len(controller.prompts) == 1

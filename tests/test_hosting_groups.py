@@ -41,7 +41,7 @@ from rollnest._host_messages import (
     RunMember,
     UseTool,
 )
-from rollnest.errors import EndOfPrompts, LoopError, Starved
+from rollnest.errors import EndOfPrompts, HostLost, LoopError, Starved
 from rollnest.testing import (
     RecordingInstrument,
     assert_conserved,
@@ -494,6 +494,34 @@ async def test_a_failure_there_is_the_failure_here() -> None:
     assert failures[1] is not None
     assert (failures[0].kind, failures[0].message) == (failures[1].kind, failures[1].message)
     assert "in solve" in failures[1].traceback
+
+
+@pytest.mark.parametrize("hosted", [False, True])
+async def test_a_member_whose_loop_says_that_it_was_lost_goes_on_alone(hosted: bool) -> None:
+    runs: list[str] = []
+
+    class Sandboxed(GroupLoop):
+        async def generate_sample(self, rollout: Rollout) -> None:
+            runs.append(rollout.uid)
+            await rollout.generate()
+            if runs.count("task/p0/0/1") == 1:
+                raise HostLost("the sandbox is gone")
+            await rollout.generate()
+
+    async def solve(group: LiveGroup) -> None:
+        for rollout in group.rollouts:
+            sample = await group.run(rollout)
+            assert len(sample.turns) == 2
+            assert len(group.rollouts[rollout.index].turns) == 2
+
+    loop = Sandboxed(solve)
+    controller = server()
+    async with Engine(controller, group_task(LocalHosts(loop) if hosted else loop)) as engine:
+        await engine.next_batch(1)
+    assert runs == ["task/p0/0/0", "task/p0/0/1", "task/p0/0/1"]
+    assert len(controller.prompts) == 4
+    assert engine.statistics().tasks["task"].redrawn == 0
+    assert_conserved(engine, committed=controller.committed)
 
 
 async def test_a_group_goes_to_one_host_and_groups_are_spread() -> None:

@@ -100,7 +100,7 @@ class GroupSession:
         self._rests = rests
         self._numbers = numbers
         self._lost: str | None = None
-        self._failure: Failure | None = None
+        self._failure: Failure | HostLost | None = None
         self._over = Event()
         self._members: dict[int, _MemberSession] = {}  # by index
         self._told: dict[int, Sample] = {}  # what the host knows
@@ -160,6 +160,8 @@ class GroupSession:
         """Says how the loop has ended."""
         if self._lost is not None:
             raise HostLost(self._lost, blamed=self.is_blamed)
+        if isinstance(self._failure, HostLost):
+            raise self._failure
         if self._failure is not None:
             raise FailedElsewhere(self._failure)
 

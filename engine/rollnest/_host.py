@@ -28,7 +28,7 @@ from ._loops import AgentLoop, LoopFunction, as_loop
 from ._records import Failure
 from ._rollout import begin_loop
 from ._workers import Workers
-from .errors import leaves
+from .errors import HostLost, leaves
 
 __all__ = ["LoopHost"]
 
@@ -144,7 +144,7 @@ class LoopHost:
         self, session: HostedRollout | HostedGroup, run: Callable[[], Awaitable[None]], kind: str
     ) -> None:
         """Runs a loop, and says how it has ended."""
-        failure: Failure | None = None
+        failure: Failure | HostLost | None = None
         has_ended = False
         try:
             with session.scope:

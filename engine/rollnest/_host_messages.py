@@ -42,7 +42,7 @@ from ._options import Sampling
 from ._records import Failure, Prompt, Sample, Verdict
 from ._response import Response
 from .abc import Capabilities, Tokenizer
-from .errors import RollnestError
+from .errors import HostLost, RollnestError
 
 __all__ = [
     "Answer",
@@ -224,12 +224,12 @@ class Ended:
     Attributes:
         session: Whose loop.
         edits: What it did since it last asked.
-        failure: Why it failed.
+        failure: Why it failed; `HostLost` if it said that itself, and is to be run again.
     """
 
     session: int
     edits: Sequence[Edit] = ()
-    failure: Failure | None = None
+    failure: Failure | HostLost | None = None
 
 
 @frozen(eq=False)

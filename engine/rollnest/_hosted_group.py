@@ -40,6 +40,7 @@ from ._members import cancellation_alone, kind_of
 from ._records import Failure, Sample
 from ._rollout import Rollout, begin_loop
 from ._stray import is_stray
+from .errors import HostLost
 
 __all__ = ["HostedGroup", "loop_failure"]
 
@@ -176,7 +177,7 @@ class HostedGroup(RuledGroup):
     async def _run_here(self, _: Waiting, session: int) -> None:
         """Runs a member's loop, and says how it has ended, unless it was cancelled here: then the request is."""
         rollout: HostedRollout = self._sessions[session]
-        failure: Failure | None = None
+        failure: Failure | HostLost | None = None
         has_ended = False
 
         async def run() -> None:
@@ -232,8 +233,10 @@ class HostedGroup(RuledGroup):
                 self._send(Did(rollout.session, edits))
 
 
-async def loop_failure(run: Callable[[], Awaitable[None]], who: str, kind: str) -> Failure | None:
-    """Runs a loop; returns why it failed, and `None` if it did not.
+async def loop_failure(
+    run: Callable[[], Awaitable[None]], who: str, kind: str
+) -> Failure | HostLost | None:
+    """Runs a loop; returns why it failed, or is to be run again, and `None` if neither.
 
     Args:
         run: Runs it.
@@ -244,6 +247,8 @@ async def loop_failure(run: Callable[[], Awaitable[None]], who: str, kind: str) 
     """
     try:
         await run()
+    except HostLost as lost:
+        return lost
     except Exception as error:
         return Failure.of(kind_of(error), error)
     except BaseException as error:

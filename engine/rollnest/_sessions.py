@@ -196,7 +196,7 @@ class Session:
         self._core = core_of(rollout)
         self._send = host.send
         self._lost: str | None = None
-        self._failure: Failure | None = None
+        self._failure: Failure | HostLost | None = None
         self._over = Event()
         self._lanes: dict[int, _Lane] = {}
         self._serving: dict[int, CancelScope] = {}
@@ -244,6 +244,8 @@ class Session:
         """Says how the loop has ended."""
         if self._lost is not None:
             raise HostLost(self._lost, blamed=self.is_blamed)
+        if isinstance(self._failure, HostLost):
+            raise self._failure
         if self._failure is not None:
             self._core.failure = self._failure
 
