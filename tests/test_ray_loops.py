@@ -6,7 +6,9 @@ What hosts must do is tested under virtual time in `test_hosting`; here is what 
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,6 +24,7 @@ from hypothesis import strategies as st
 
 from rollnest import (
     Batch,
+    Capabilities,
     Engine,
     Limits,
     PauseMode,
@@ -31,10 +34,13 @@ from rollnest import (
     TaskSpec,
     Verdict,
 )
+from rollnest._loops import as_loop
 from rollnest.abc import Attempt
 from rollnest.errors import EngineBusy
+from rollnest.hosting import Begin, Prepare
 from rollnest.testing import ScriptedController, assert_conserved, check_sample
 from rollnest_adapters.ray import RayCallFailed, RayLoops, RayOptions, call
+from rollnest_adapters.ray._loop_actor import LoopActor
 
 from . import ray_loops
 from .ray_actors import HANG, until
@@ -385,6 +391,28 @@ async def test_a_loop_that_takes_its_actor_down_fails_and_no_other_does() -> Non
     assert "lost 4 times" in failure.message
     # Whoever was there with it is not to blame.
     assert [uid for uid, failed in status.items() if failed is not None] == []
+
+
+@on_asyncio
+async def test_what_an_actor_can_not_load_ends_the_loop_that_waits_for_it() -> None:
+    actor = LoopActor("a", pickle.dumps(as_loop(ray_loops.talk)), 1.0)
+    capabilities = Capabilities(vocab_size=100, max_context=100)
+    prepare = Prepare("task", 0, capabilities, None, Sampling(3), None, 100, frozenset())
+    begin = Begin(1, 0, Prompt("p", token_ids=[1]), array("i", [1]), 0, 0, 0, 0, False)
+    with anyio.fail_after(HANG):
+        async with create_task_group() as tasks:
+            tasks.start_soon(actor.run)
+            await actor.ready()
+            await actor.push([(0, pickle.dumps(prepare)), (1, pickle.dumps(begin))])
+            (ask,) = pickle.loads(await actor.pull())
+            assert (ask.session, (await actor.state()).requests) == (1, 1)
+            await actor.push([(1, b"of a class that is not here")])
+            (ended,) = pickle.loads(await actor.pull())
+            assert ended.failure.kind == "loop"
+            (ended,) = pickle.loads(await actor.pull())
+            assert ended.failure is None
+            assert (await actor.state()).rollouts == ()
+            tasks.cancel_scope.cancel()
 
 
 def test_what_can_not_be_sent_is_named_when_the_task_is_described() -> None:

@@ -834,6 +834,18 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
         ),
     ),
     (
+        "test_hosting_groups.py",
+        _mutant(
+            "members",
+            "a run that a group loop cancelled on a host counts as one that came to its end",
+            (
+                "_group_session.py",
+                "            if member.has_ended:\n",
+                "            if True:\n",
+            ),
+        ),
+    ),
+    (
         "test_limits.py",
         _mutant(
             "members",
