@@ -17,11 +17,14 @@ MEAN_TOLERANCE = 0.05
 TOKEN_TOLERANCE = 1.0
 """The same of a single token."""
 
+_END = 2
+"""The id that ends an answer. `min_tokens` forbids it, and with it processed logprobs are those of the other ids."""
+
 _TOGETHER = 16
 
 
 class Scorer:
-    """One version of the weights."""
+    """One version of the weights, of answers whose `min_tokens` is their cap."""
 
     def __init__(self, directory: Path) -> None:
         auto = cast("Any", AutoModelForCausalLM)
@@ -43,6 +46,7 @@ class Scorer:
                 ids = torch.tensor([list(rows[at]) for at in some])
                 with torch.inference_mode():
                     logits: Any = self._model(ids).logits[:, :-1]
+                    logits[:, :, _END] = -torch.inf
                     spread = torch.log_softmax(logits / temperature, dim=-1)
                     picked: Any = spread.gather(2, ids[:, 1:, None])[:, :, 0]
                 scored.update(zip(some, picked.tolist(), strict=True))
