@@ -373,6 +373,58 @@ async def test_dropped_while_its_turn_runs_the_loop_ends_there() -> None:
     assert engine.statistics().tasks["task"].members_shrunk == {"slow": 1}
 
 
+async def test_dropped_while_parts_of_it_run_side_by_side_all_of_them_end() -> None:
+    class Parts(GroupLoop):
+        async def generate_sample(self, rollout: Rollout) -> None:
+            async with create_task_group() as tasks:
+                for number in range(3):
+                    tasks.start_soon(rollout.segment([30 + number]).generate)
+
+    async def solve(group: LiveGroup) -> None:
+        first, second = group.rollouts
+        async with create_task_group() as tasks:
+            tasks.start_soon(group.run, second)
+            await sleep(0.5)
+            assert len(controller.open) == 3
+            group.drop(second, "slow")
+            await sleep(0.1)
+            assert not controller.open
+        await group.run(first)
+
+    controller = server()
+    hosts = LocalHosts(Parts(solve), 1)
+    async with Engine(controller, group_task(hosts)) as engine:
+        batch = await engine.next_batch(1)
+    assert len(batch.groups[0]) == 1
+    assert_conserved(engine, committed=controller.committed)
+
+
+async def test_what_another_task_asked_a_member_for_is_answered_though_its_run_ends() -> None:
+    async def slow() -> int:
+        await sleep(3)
+        return 1
+
+    async def solve(group: LiveGroup) -> None:
+        first, second = group.rollouts
+
+        async def meddle() -> None:
+            await sleep(0.5)
+            answers.append(await first.tool(slow))
+
+        async with create_task_group() as tasks:
+            tasks.start_soon(meddle)
+            await group.run(first)
+            assert answers == []
+        await group.run(second)
+
+    answers: list[int] = []
+    for where in (GroupLoop(solve), LocalHosts(GroupLoop(solve), 1)):
+        answers.clear()
+        async with Engine(server(), group_task(where)) as engine:
+            await engine.next_batch(1)
+        assert answers == [1]
+
+
 async def test_what_a_loop_shares_between_members_is_shared_there() -> None:
     """Members run in the task that asked for it: what is around it is around them."""
     around: list[str] = []

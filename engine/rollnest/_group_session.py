@@ -392,6 +392,9 @@ class _MemberSession(Session):
         try:
             await self._serve(RunLoop(self._group.number, number, self.number))
         finally:
+            if not run.over:  # what its other tasks ask for is cut too
+                for scope in self._serving.values():
+                    scope.cancel()
             try:
                 await self._group.cut(run)
             finally:

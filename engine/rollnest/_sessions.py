@@ -223,7 +223,9 @@ class Session:
     async def _serve(self, begin: Begin | RunLoop) -> None:
         unsent: Exception | None = None
         async with create_task_group() as tasks:
-            before, self._tasks = self._tasks, tasks
+            before = self._tasks
+            if before is None:
+                self._tasks = tasks
             self._lanes[0] = lane = _Lane(tasks)
             try:
                 self._send(begin)
@@ -379,7 +381,7 @@ class Session:
         before: Turn | None = None
         start = 0
         try:
-            with self._serving[ask.number]:
+            with self._serving[ask.number] as scope:
                 match ask.request:
                     case Generate(context=index, sampling=sampling, max_tokens=most):
                         at = self._context(index)
@@ -396,6 +398,9 @@ class Session:
             error = bare(raised)
         except Exception as raised:
             error = LoopError(describe(raised))
+        else:
+            if scope.cancelled_caught:
+                error = LoopError(f"what was asked of rollout {self.uid} was cut")
         finally:
             del self._serving[ask.number]
         index = 0
