@@ -35,10 +35,15 @@ def mutate(mutant: Mutant, folder: Path) -> Path:
     for module, old, new in mutant.changes:
         path = folder / (module if module.startswith(ADAPTERS.name) else f"rollnest/{module}")
         text = path.read_text(encoding="utf-8")
-        found = text.count(old)
-        assert found == 1, f"mutant {mutant.name!r}: {found} times in {module}: {old!r}"
+        check_change(mutant, module, text, old)
         path.write_text(text.replace(old, new), encoding="utf-8")
     return folder
+
+
+def check_change(mutant: Mutant, module: str, text: str, old: str) -> None:
+    """What a mutant changes stands in a module, once."""
+    found = text.count(old)
+    assert found == 1, f"mutant {mutant.name!r}: {found} times in {module}: {old!r}"
 
 
 def hunt(folder: Path, mutant: Mutant) -> str:
@@ -101,6 +106,18 @@ def test_the_mutant_is_caught_by_its_tests(tests: str, mutant: Mutant, tmp_path:
     )
     assert done.returncode == 1, f"{mutant.name!r} lived: {done.stdout[-500:]}"
     assert "FAILED" in done.stdout
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *(m for _, m in FOCUSED)], ids=lambda m: m.name)
+def test_what_a_mutant_changes_is_there(mutant: Mutant) -> None:
+    texts: dict[str, str] = {}
+    for module, old, new in mutant.changes:
+        path = ADAPTERS.parent / module if module.startswith(ADAPTERS.name) else PACKAGE / module
+        text = texts.get(module) or path.read_text(encoding="utf-8")
+        check_change(mutant, module, text, old)
+        texts[module] = text.replace(old, new)
+    for module, text in texts.items():
+        compile(text, module, "exec")
 
 
 def test_each_invariant_has_two_mutants_of_its_own() -> None:

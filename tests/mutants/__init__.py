@@ -60,7 +60,11 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant(
         "I2",
         "context counts as the policy's",
-        ("_response.py", "_CONTEXT * len(new_ids)", "_POLICY * len(new_ids)"),
+        (
+            "_response.py",
+            "(_CONTEXT if version == CONTEXT_VERSION else _POLICY) * (stop - start)",
+            "_POLICY * (stop - start)",
+        ),
     ),
     _mutant(
         "I3",
@@ -488,8 +492,14 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "an evaluation's groups stand in a training table",
             (
                 "_evaluation.py",
-                "self._table = table = GroupTable(spec.name, max_staleness=0, retries=0)",
-                "self._table = table = training",
+                "self._table = table = GroupTable(\n"
+                "            spec.name,\n"
+                "            max_staleness=0,\n"
+                "            retries=0,\n"
+                "            restart_whole=overrides_generate_group(spec.loop),\n"
+                "            replays_groups=replays_groups(spec.loop),\n"
+                "        )\n",
+                "self._table = table = training\n",
             ),
             (
                 "_evaluation.py",
