@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 
 from benches.harness import calm, now, settle
 
-__all__ = ["Crowd", "Watch", "bare_cancel", "bare_floor", "bare_stall", "bare_wake"]
+__all__ = ["Crowd", "Watch", "bare_cancel", "bare_evict", "bare_floor", "bare_stall", "bare_wake"]
 
 
 class Crowd:
@@ -112,6 +112,47 @@ async def _cancel_trio(count: int) -> float:
         started = now()
         nursery.cancel_scope.cancel()
     return (now() - started) * 1e3
+
+
+async def bare_evict(tasks: int, rounds: int) -> list[float]:
+    """Milliseconds to cancel so many tasks that wait in groups of 8, and to see the last group end.
+
+    Each group has a scope and a task group, as the engine's have; nothing is kept of anybody.
+    """
+    taken: list[float] = []
+    for _ in range(rounds):
+        nest = _Nest(max(1, tasks // 8), min(tasks, 8))
+        async with anyio.create_task_group() as groups:
+            for scope in nest.scopes:
+                groups.start_soon(nest.group, scope)
+            await settle()
+            calm()
+            started = now()
+            for scope in nest.scopes:
+                scope.cancel()
+            await nest.all_ended.wait()
+            taken.append((now() - started) * 1e3)
+    return taken
+
+
+class _Nest:
+    def __init__(self, groups: int, members: int) -> None:
+        self.scopes = [anyio.CancelScope() for _ in range(groups)]
+        self.all_ended = Event()
+        self._gate = Event()
+        self._members = members
+        self._left = groups
+
+    async def group(self, scope: anyio.CancelScope) -> None:
+        """Runs one group to its end."""
+        with scope:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(self._members - 1):
+                    tasks.start_soon(self._gate.wait)
+                await self._gate.wait()
+        self._left -= 1
+        if not self._left:
+            self.all_ended.set()
 
 
 class Watch:

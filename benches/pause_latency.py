@@ -1,10 +1,11 @@
 """From the call of `paused()` to its block, with n turns in flight.
 
 The policy is `ParkingController`: when the engine asks, all turns return at once, each with 16 tokens that go into its
-record. So what is measured is the engine's part, beside three things that no engine can beat:
+record. So what is measured is the engine's part, beside four things that no engine can beat:
 
 - the floor: n events are set, n tasks wake and park at one gate; in the same process, taking turns with the engine
 - cancelling n bare tasks of the event loop, and seeing them end (which keeps nothing)
+- for `EVICT`, cancelling a bare nest of n tasks: a scope and a task group for each 8 of them, as the engine has
 - the longest turn of the event loop in the floor, beside the longest turn in a pause: what another task has to wait
 
 In `WAIT` the turns end by themselves, all at the moment in which the gate closes.
@@ -20,7 +21,7 @@ from functools import partial
 import anyio
 from anyio import create_task_group
 
-from benches.bare import Watch, bare_cancel, bare_floor, bare_stall
+from benches.bare import Watch, bare_cancel, bare_evict, bare_floor, bare_stall
 from benches.harness import BACKENDS, Row, calm, main, now, row, until
 from benches.instant import ParkingController
 from rollnest import AsyncStrategy, Capacity, Engine, PauseMode, Prompt, Rollout, Sampling, TaskSpec
@@ -142,6 +143,7 @@ def in_flight(
         rounds = 5 if quick else 10 if turns == 2048 else 50
         floor: list[float] = []
         cancel: list[float] = []
+        nest: list[float] = []
         of: dict[PauseMode, list[float]] = {mode: [] for mode in modes}
         # In turns of some rounds, so that all see the same machine; each on a loop of its own, so that the floor
         # does not pay for what the engine keeps.
@@ -150,6 +152,7 @@ def in_flight(
             few = min(some, rounds - start)
             floor += anyio.run(bare_floor, turns, few, backend=backend)
             cancel += anyio.run(bare_cancel, turns, few, backend, backend=backend)
+            nest += anyio.run(bare_evict, turns, min(few, 10), backend=backend)
             for mode, taken in of.items():
                 # 8,192 take seconds: fewer rounds of what has no goal beside the floor.
                 least = few if turns < 8192 or mode is PauseMode.ABORT else min(few, 4)
@@ -166,6 +169,8 @@ def in_flight(
             if mode.name == "EVICT" and turns in FLOOR_GOALS:
                 case = f"{backend}, EVICT, {where}, against ABORT"
                 rows.append(row(case, "ms", taken, baseline=abort, at_most_ratio=3.0))
+                case = f"{backend}, EVICT, {where}, against cancelling a bare nest"
+                rows.append(row(case, "ms", taken, baseline=nest))
         if turns in FLOOR_GOALS:
             rows.append(stall(backend, turns, min(rounds, 10)))
     return rows

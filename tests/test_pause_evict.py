@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from array import array
 from collections.abc import Sequence
 from threading import Event as ThreadEvent
@@ -356,3 +358,48 @@ async def test_evict_with_a_consumer_that_waits() -> None:
     assert {s.oldest_version for s in got[0].samples} == {1}
     assert engine.statistics().total("drawn") == 2
     assert_conserved(engine, committed=controller.committed)
+
+
+class Held:
+    """Something that a frame holds; it can be told when it is gone."""
+
+
+@pytest.mark.anyio
+async def test_what_an_evicted_loop_or_judger_held_is_gone_without_the_garbage_collector() -> None:
+    held: list[weakref.ref[Held]] = []
+
+    def hold() -> Held:
+        held.append(weakref.ref(one := Held()))
+        return one
+
+    async def loop(rollout: Rollout) -> None:
+        kept = hold()
+        if rollout.index:
+            await rollout.generate()
+        await rollout.generate()
+        del kept
+
+    class Holding(Judge):
+        async def judge(self, sample: Sample) -> float:
+            kept = hold()
+            verdict = await super().judge(sample)
+            del kept
+            return verdict
+
+    def reply(attempt: Attempt) -> Reply:
+        return Reply([5, 0], delay=0.0 if attempt.affinity.endswith("/0") else 8.0)
+
+    judge = Holding("p0", "p1")
+    task = spec(strategy=AHEAD, loop=loop, judger=judge)
+    async with Engine(ScriptedController(reply), task, batch_size=2) as engine:
+        await sleep(1.0)
+        assert len(judge.asked) == 2
+        gc.collect()
+        gc.disable()
+        try:
+            async with engine.paused(EVICT, grace=1.0):
+                assert engine.statistics().total("flight") == 0
+                assert len(held) == 6
+                assert [ref() for ref in held] == [None] * 6
+        finally:
+            gc.enable()

@@ -328,6 +328,8 @@ class Members:
         seconds, limit = self._spec.limits.group, None
         if seconds is not None and self.begun is None:  # a group loop is limited as a whole
             limit = Limit(self._services.gate, seconds)
+        failed: Life | None = None
+        sample: Sample | None = None
         try:
             while True:
                 if self.lives is not None:
@@ -352,6 +354,12 @@ class Members:
                 rollout = self.replace(sample, RETRIED)
         except BaseExceptionGroup as group:
             raise cancellation_alone(rollout.uid, group) from None
+        except get_cancelled_exc_class() as cancelled:
+            # anyio's task group on asyncio leaves a cancelled task's exception in a reference cycle. What its traceback
+            # holds, the whole group, would stay until the garbage collector comes by.
+            del self, rollout, failed, sample
+            cancelled.__traceback__ = None
+            raise
 
     async def _generate(self, rollout: Rollout, group_limit: Limit | None) -> Sample:
         """Runs the loop, and on another rollout in its place where it has to run again; returns the sample.
