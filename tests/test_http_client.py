@@ -395,6 +395,40 @@ async def test_an_idle_connection_is_closed_before_the_server_does(
     assert server.connections == 2
 
 
+async def test_connections_that_are_not_needed_any_more_are_closed() -> None:
+    waiting, all_here = 0, anyio.Event()
+
+    async def together(exchange: Exchange) -> None:
+        nonlocal waiting
+        waiting += 1
+        if waiting == 20:
+            all_here.set()
+        await all_here.wait()
+        await exchange.reply({})
+
+    server = LoopbackServer(together)
+    async with server.serve(), HttpClient(server.url) as client:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(20):
+                tasks.start_soon(client.post, "/x", EMPTY)
+        await advance(3.9)
+        for _ in range(10):
+            await client.post("/x", {})
+        assert server.open == 20
+        await advance(0.2)
+        for _ in range(5):
+            await client.post("/x", {})
+        while server.open > 10:
+            await anyio.lowlevel.checkpoint()
+        assert server.open == 10
+        for _ in range(5):
+            await client.post("/x", {})
+        while server.open > 1:
+            await anyio.lowlevel.checkpoint()
+        assert server.open == 1
+    assert server.connections == 20
+
+
 @pytest.mark.parametrize("said", [False, True])
 async def test_a_connection_that_the_server_closed_is_not_used_again(said: bool) -> None:
     async def close(exchange: Exchange) -> None:

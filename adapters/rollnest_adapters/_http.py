@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import socket
 import ssl
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from datetime import UTC, datetime
@@ -38,7 +39,7 @@ __all__ = ["HttpClient", "HttpError", "Silence", "check_api_key", "check_base_ur
 
 _KEEP_IDLE = 4.0  # seconds; uvicorn closes an idle connection after 5, and may do so while a request is under way
 _TEXT = 500  # characters of a server's own words that go into an error
-_PER_POOL = 16  # requests at once; the pool walks over its connections for each
+_TIDIED = 2  # idle connections at most that a request closes on its way
 _OPENING = 64  # connections at once
 _BEGINNING = 4096  # bytes of an error that are read
 
@@ -336,10 +337,13 @@ class HttpClient:
         if self._slots is not None:
             await self._slots.acquire()
         try:
-            with self.silence.watch() as heard, pools.one() as pool:
-                async with pool.stream(
-                    method, url, headers=fields, content=content, extensions=self._extensions
-                ) as response:
+            with self.silence.watch() as heard:
+                async with (
+                    pools.one() as pool,
+                    pool.stream(
+                        method, url, headers=fields, content=content, extensions=self._extensions
+                    ) as response,
+                ):
                     heard()
                     answer = _Answer(call, response, heard)
                     await self._check(answer)
@@ -492,39 +496,50 @@ class _Gradual(httpcore2.AsyncNetworkBackend):
 
 
 class _Pools:
-    """Several connection pools in place of a large one, which is walked in whole for every request."""
+    """A connection pool for each request at once, since a pool walks over all of its connections for every request.
+
+    The pool that was used last is used next. So those that are not needed any more grow old, and are closed.
+    """
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
         self._backend = _Gradual()
-        self._pools: list[httpcore2.AsyncConnectionPool] = []
-        self._in_flight: list[int] = []
+        self._idle: deque[tuple[httpcore2.AsyncConnectionPool, float]] = deque()  # oldest first
 
-    @contextmanager
-    def one(self) -> Generator[httpcore2.AsyncConnectionPool]:
-        """A pool for one request: the first that isn't full, so that connections are used again."""
-        at = next((i for i, n in enumerate(self._in_flight) if n < _PER_POOL), len(self._pools))
-        if at == len(self._pools):
-            self._in_flight.append(0)
-            self._pools.append(
-                httpcore2.AsyncConnectionPool(
-                    ssl_context=self._tls,
-                    max_connections=None,
-                    max_keepalive_connections=None,
-                    keepalive_expiry=_KEEP_IDLE,
-                    socket_options=_socket_options(),
-                    network_backend=self._backend,
-                )
-            )
-        self._in_flight[at] += 1
+    @asynccontextmanager
+    async def one(self) -> AsyncGenerator[httpcore2.AsyncConnectionPool]:
+        """A pool for one request.
+
+        Cancellation: on the way in, nothing happened.
+        """
+        pool = self._idle.pop()[0] if self._idle else self._new()
         try:
-            yield self._pools[at]
+            await self._tidy()
+            yield pool
         finally:
-            self._in_flight[at] -= 1
+            self._idle.append((pool, anyio.current_time()))
 
     async def aclose(self) -> None:
-        for pool in self._pools:
-            await pool.aclose()
+        """Closes every connection."""
+        while self._idle:
+            await self._idle.popleft()[0].aclose()
+
+    async def _tidy(self) -> None:
+        old = anyio.current_time() - _KEEP_IDLE
+        for _ in range(_TIDIED):
+            if not self._idle or self._idle[0][1] >= old:
+                return
+            await self._idle.popleft()[0].aclose()
+
+    def _new(self) -> httpcore2.AsyncConnectionPool:
+        return httpcore2.AsyncConnectionPool(
+            ssl_context=self._tls,
+            max_connections=None,
+            max_keepalive_connections=None,
+            keepalive_expiry=_KEEP_IDLE,
+            socket_options=_socket_options(),
+            network_backend=self._backend,
+        )
 
 
 _JSON = (b"content-type", b"application/json")

@@ -190,6 +190,8 @@ class Engine:
         self._broken = ""
         self._told = False  # whether a call has raised `EngineBroken`
         self._consumer: tuple[int, float] | None = None  # the groups asked for, and since when
+        # Tasks that have a group less in flight since whoever waits for a batch has looked; `None` if nobody waits.
+        self._fewer: set[str] | None = None
         self._pauser: int | None = None
         self._pausing: PauseContext | None = None
         self._control = Control(controller)
@@ -531,12 +533,14 @@ class Engine:
                 )
             return self._handed_over(parts, batch)
         self._consumer = n, parts.gate.clock()
+        self._fewer = set()
         parts.stall.begin()
         try:
             while True:
                 batch = parts.delivery.take(n, parts.gate.version)
                 if batch is not None:
                     return self._handed_over(parts, batch)
+                self._let_start(parts, self._fewer)
                 self._demand(parts, parts.delivery.plan(n).groups)
                 check_starved(parts.producers)
                 check_stuck(parts.producers, parts.gate, n)
@@ -545,6 +549,8 @@ class Engine:
         finally:
             parts.stall.end()
             self._consumer = None
+            fewer, self._fewer = self._fewer, None
+            self._let_start(parts, fewer)
             self._demand(parts, {})
 
     def batches(self, n: int | None = None) -> AsyncIterator[Batch]:
@@ -932,10 +938,19 @@ class Engine:
         """A group of a task has ended: a batch may be complete, and there may be room for another."""
         parts = self._entered()
         parts.producers[task].settled(row)
-        # Before the producer, which would start groups first. It rings too, but only while it lacks some.
         self._ready.ring()
-        parts.admission.changed(task)
+        if self._fewer is None:
+            parts.admission.changed(task)
+        else:
+            self._fewer.add(
+                task
+            )  # who waits for a batch looks first: the producer would start groups before that
         parts.eviction.settled()
+
+    def _let_start(self, parts: Parts, fewer: set[str]) -> None:
+        """Has producers look that have not heard that a group of theirs has ended."""
+        while fewer:
+            parts.admission.changed(fewer.pop())
 
     def _tell_stall(self, seconds: float) -> None:
         report = StallReport(seconds, self.tree())

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from attrs import evolve, frozen
@@ -58,10 +57,6 @@ OTHER = "other"
 """The reason in the place of those beyond the first `_REASONS`: users give them, and counters must not grow."""
 
 _REASONS = 64
-
-
-_TOKENS = attrgetter("figures.policy_tokens")
-_MEMBERS = attrgetter("figures.samples")
 
 
 class RowState(Enum):
@@ -490,11 +485,14 @@ class GroupTable:
     def take(self, count: int) -> list[Row]:
         """Delivers up to `count` ready rows, oldest first or freshest first."""
         rows = self._buffer.take(count)
-        delivered = RowState.DELIVERED
+        delivered, tokens, members = RowState.DELIVERED, 0, 0
         for row in rows:
             row.state = delivered
-        self.delivered_tokens += sum(map(_TOKENS, rows))
-        self.delivered_members += sum(map(_MEMBERS, rows))
+            figures = row.figures
+            tokens += figures.policy_tokens
+            members += figures.samples
+        self.delivered_tokens += tokens
+        self.delivered_members += members
         self.delivered += len(rows)
         return rows
 

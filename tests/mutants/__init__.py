@@ -157,11 +157,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "_engine.py",
             "                if batch is not None:\n"
             "                    return self._handed_over(parts, batch)\n"
-            "                self._demand(",
+            "                self._let_start(",
             "                if batch is not None:\n"
             "                    await checkpoint()\n"
             "                    return self._handed_over(parts, batch)\n"
-            "                self._demand(",
+            "                self._let_start(",
         ),
     ),
     _mutant(
@@ -171,7 +171,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "_engine.py",
             "                if batch is not None:\n"
             "                    return self._handed_over(parts, batch)\n"
-            "                self._demand(",
+            "                self._let_start(",
             "                if batch is not None:\n"
             "                    from anyio import create_memory_object_stream\n"
             "                    send, receive = create_memory_object_stream[Batch](1)\n"
@@ -179,7 +179,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "                        send.send_nowait(batch)\n"
             "                        batch = await receive.receive()\n"
             "                    return self._handed_over(parts, batch)\n"
-            "                self._demand(",
+            "                self._let_start(",
         ),
     ),
     _mutant(
@@ -205,8 +205,17 @@ MUTANTS: tuple[Mutant, ...] = (
         "a settled group wakes nobody",
         (
             "_engine.py",
-            "        self._ready.ring()\n        parts.admission.changed(task)\n        parts.eviction.settled()\n",
-            "        parts.eviction.settled()\n",
+            "        self._ready.ring()\n        if self._fewer is None:\n",
+            "        if self._fewer is None:\n",
+        ),
+    ),
+    _mutant(
+        "I7",
+        "a producer does not hear of a group that has ended while a batch is waited for",
+        (
+            "_engine.py",
+            "            parts.admission.changed(fewer.pop())\n",
+            "            fewer.pop()\n",
         ),
     ),
     _mutant(
@@ -215,7 +224,8 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "_buffer.py",
             "            rows += self._take(version, count - len(rows))\n        return rows\n\n    def take_older",
-            "            rows += [self._by_version[version][0][1]]\n        return rows\n\n    def take_older",
+            "            rows += self._by_version[version].rows[: count - len(rows)]\n"
+            "        return rows\n\n    def take_older",
         ),
     ),
     _mutant(
@@ -456,8 +466,8 @@ FOCUSED: tuple[tuple[str, Mutant], ...] = (
             "a batch that is complete wakes nobody before the stall report",
             (
                 "_engine.py",
-                "        self._ready.ring()\n        parts.admission.changed(task)\n",
-                "        parts.admission.changed(task)\n",
+                "        self._ready.ring()\n        if self._fewer is None:\n",
+                "        if self._fewer is None:\n",
             ),
         ),
     ),
