@@ -461,6 +461,30 @@ async def test_a_cancelled_request_closes_its_connection() -> None:
         await left.wait()
 
 
+async def test_a_client_that_is_left_closes_the_connections_of_requests_in_flight() -> None:
+    began, gone = anyio.Event(), anyio.Event()
+    errors: list[HttpError] = []
+
+    async def work(exchange: Exchange) -> None:
+        began.set()
+        await exchange.gone.wait()
+        gone.set()
+
+    async def post(client: HttpClient) -> None:
+        with pytest.raises(HttpError) as caught:
+            await client.post("/x", {})
+        errors.append(caught.value)
+
+    server = LoopbackServer(work)
+    async with server.serve(), anyio.create_task_group() as tasks:
+        async with HttpClient(server.url) as client:
+            tasks.start_soon(post, client)
+            await began.wait()
+        await gone.wait()
+    assert len(errors) == 1
+    assert server.connections == 1
+
+
 # Streams
 
 

@@ -505,6 +505,7 @@ class _Pools:
         self._tls = tls
         self._backend = _Gradual()
         self._idle: deque[tuple[httpcore2.AsyncConnectionPool, float]] = deque()  # oldest first
+        self._busy: set[httpcore2.AsyncConnectionPool] = set()
 
     @asynccontextmanager
     async def one(self) -> AsyncGenerator[httpcore2.AsyncConnectionPool]:
@@ -513,16 +514,21 @@ class _Pools:
         Cancellation: on the way in, nothing happened.
         """
         pool = self._idle.pop()[0] if self._idle else self._new()
+        self._busy.add(pool)
         try:
             await self._tidy()
             yield pool
         finally:
-            self._idle.append((pool, anyio.current_time()))
+            if pool in self._busy:  # else all were closed meanwhile
+                self._busy.remove(pool)
+                self._idle.append((pool, anyio.current_time()))
 
     async def aclose(self) -> None:
-        """Closes every connection."""
+        """Closes every connection, those of requests in flight too."""
         while self._idle:
             await self._idle.popleft()[0].aclose()
+        while self._busy:
+            await self._busy.pop().aclose()
 
     async def _tidy(self) -> None:
         old = anyio.current_time() - _KEEP_IDLE
