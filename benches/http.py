@@ -191,13 +191,25 @@ async def by_aiohttp(url: str, load: Load, rounds: int) -> Taken:
         return await measured(url, load, post, rounds)
 
 
-async def pause_beyond(url: str, mode: PauseMode, at_once: int, rounds: int) -> list[float]:
-    """Milliseconds of a pause beyond the server's own answer, while it holds so many requests.
+@frozen
+class Beyond:
+    """What pauses took beyond the server's own answer, in milliseconds.
 
-    With `KEEP` they stay where they are, and the pause ends with the answer; with `ABORT` it ends when the partials of
-    all are recorded.
+    Attributes:
+        confirmed: Until the controller said that it is paused.
+        recorded: Until the partials of all requests that it ended were recorded.
     """
-    found: list[float] = []
+
+    confirmed: list[float]
+    recorded: list[float]
+
+
+async def pause_beyond(url: str, mode: PauseMode, at_once: int, rounds: int) -> Beyond:
+    """Pauses the server while it holds so many requests. With `KEEP` they stay where they are; `ABORT` ends them all.
+
+    The server lets the partials go right after it has confirmed the pause, so both come at the same time.
+    """
+    found = Beyond([], [])
     load = Load("held", at_once, at_once, tokens=HELD)
     async with VllmController(url) as controller:
         for _ in range(rounds):
@@ -210,11 +222,11 @@ async def pause_beyond(url: str, mode: PauseMode, at_once: int, rounds: int) -> 
                 calm()
                 started = now()
                 await controller.pause(mode)
+                found.confirmed.append((now() - started - PAUSE) * 1e3)
                 if mode is PauseMode.KEEP:
-                    found.append((now() - started - PAUSE) * 1e3)
                     await controller.resume()
             if mode is not PauseMode.KEEP:
-                found.append((now() - started - PAUSE) * 1e3)
+                found.recorded.append((now() - started - PAUSE) * 1e3)
                 await controller.resume()
     return found
 
@@ -263,24 +275,29 @@ def run(quick: bool) -> list[Row]:
         for backend in BACKENDS:
             for load in loads(quick):
                 rows += compared(url, load, rounds, backend)
-            for mode in (PauseMode.KEEP, PauseMode.ABORT):
-                beyond = anyio.run(pause_beyond, url, mode, at_once, rounds, backend=backend)
-                bare = None
-                if mode is PauseMode.ABORT:
-                    bare = anyio.run(bare_abort, url, at_once, rounds, backend=backend)
-                rows.append(pause_row(backend, mode, at_once, beyond, bare))
+            keep = anyio.run(pause_beyond, url, PauseMode.KEEP, at_once, rounds, backend=backend)
+            abort = anyio.run(pause_beyond, url, PauseMode.ABORT, at_once, rounds, backend=backend)
+            bare = anyio.run(bare_abort, url, at_once, rounds, backend=backend)
+            rows += pause_rows(backend, at_once, keep, abort, bare)
     return rows
 
 
-def pause_row(
-    backend: str, mode: PauseMode, at_once: int, beyond: list[float], bare: list[float] | None
-) -> Row:
-    """What a pause takes: 50 ms where the server's answer ends it, and where it ends all requests, no more than reading
-    what they bring takes a bare client."""
-    case = f"{backend}: {mode.name}, beyond the server's answer, {at_once:,} in flight"
-    if bare is None:
-        return row(case, "ms", beyond, at_most=50.0)
-    return row(case, "ms", beyond, baseline=bare, at_most_ratio=1.0)
+def pause_rows(
+    backend: str, at_once: int, keep: Beyond, abort: Beyond, bare: list[float]
+) -> list[Row]:
+    """What a pause takes: 50 ms until it is confirmed, and no more than a bare client until all partials are there."""
+    beyond = f"beyond the server's answer, {at_once:,} in flight"
+    recorded = f"{backend}: ABORT, until all partials are recorded, {beyond}"
+    return [
+        row(f"{backend}: KEEP, {beyond}", "ms", keep.confirmed, at_most=50.0),
+        row(
+            f"{backend}: ABORT, until it is confirmed, {beyond}",
+            "ms",
+            abort.confirmed,
+            at_most=50.0,
+        ),
+        row(recorded, "ms", abort.recorded, baseline=bare, at_most_ratio=1.0),
+    ]
 
 
 def compared(url: str, load: Load, rounds: int, backend: str) -> list[Row]:

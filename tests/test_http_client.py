@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,12 @@ import trustme
 
 from rollnest.errors import InferenceError
 from rollnest.testing.servers import Exchange, LoopbackServer
-from rollnest_adapters._http import HttpClient, HttpError, check_api_key, check_base_url
+from rollnest_adapters._http import (
+    HttpClient,
+    HttpError,
+    check_api_key,
+    check_base_url,
+)
 
 from .hand_clock import advance, hand_backends
 
@@ -352,6 +358,88 @@ async def test_many_requests_keep_their_connections() -> None:
                 for _ in range(50):
                     tasks.start_soon(client.post, "/x", EMPTY)
     assert server.connections == server.most_open <= 50
+
+
+async def answered_in_a_turn_of_the_loop(requests: int) -> int:
+    """How many requests end in one turn of the event loop at most, if all are answered at once."""
+    waiting = ended = before = most = 0
+    all_here = anyio.Event()
+
+    async def together(exchange: Exchange) -> None:
+        nonlocal waiting
+        waiting += 1
+        if waiting == requests:
+            all_here.set()
+        await all_here.wait()
+        await exchange.reply({"answer": "x" * 1000})
+
+    async def post(client: HttpClient) -> None:
+        nonlocal ended
+        await client.post("/x", {})
+        ended += 1
+
+    server = LoopbackServer(together)
+    async with server.serve(), HttpClient(server.url) as client:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(requests):
+                tasks.start_soon(post, client)
+            while ended < requests:
+                most, before = max(most, ended - before), ended
+                await anyio.lowlevel.checkpoint()
+    return most
+
+
+async def test_answers_that_come_at_once_are_worked_on_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollnest_adapters._http._READING", 4)
+    assert await answered_in_a_turn_of_the_loop(100) <= 4
+
+
+async def test_whoever_has_given_up_has_no_turn() -> None:
+    cases: list[Callable[[HttpClient], Awaitable[object]]] = [
+        lambda client: client.post("/whole", {}),
+        lambda client: client.post("/garbage", {}),
+        lambda client: client.post("/dropped", {}),
+        lambda client: client.post("/large", {}),
+        first_event,
+    ]
+    server = LoopbackServer(misbehave)
+    async with server.serve(), HttpClient(server.url, max_response_bytes=1000) as client:
+        pools: Any = client._pools
+        before = pools._turns.value
+        for case in cases:
+            for _ in range(3):
+                with suppress(HttpError):
+                    await case(client)
+                with anyio.CancelScope() as scope:
+                    scope.cancel()
+                    await case(client)
+                assert pools._turns.value == before
+
+
+async def misbehave(exchange: Exchange) -> None:
+    match exchange.request.path:
+        case "/garbage":
+            await exchange.raw(b"HTTP/1.1 200 OK\r\nno header\r\n\r\n")
+        case "/dropped":
+            await exchange.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n12345")
+            await exchange.drop()
+        case "/large":
+            await exchange.reply({"answer": "x" * 5000})
+        case "/events":
+            await exchange.raw(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: 1\n\ndata: 2\n\n"
+            )
+        case _:
+            await exchange.reply({})
+
+
+async def first_event(client: HttpClient) -> None:
+    """Leaves a stream in the middle."""
+    async with client.stream("/events", {}) as events:
+        async for _ in events:
+            break
 
 
 async def test_thousands_of_connections_are_opened_bit_by_bit(

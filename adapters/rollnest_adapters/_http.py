@@ -32,6 +32,7 @@ import anyio
 import httpcore2
 import httpx2
 import msgspec
+from attrs import frozen
 
 from rollnest.errors import InferenceError
 
@@ -41,6 +42,7 @@ _KEEP_IDLE = 4.0  # seconds; uvicorn closes an idle connection after 5, and may 
 _TEXT = 500  # characters of a server's own words that go into an error
 _TIDIED = 2  # idle connections at most that a request closes on its way
 _OPENING = 64  # connections at once
+_READING = 32  # answers that are worked on at once, of those that have come
 _BEGINNING = 4096  # bytes of an error that are read
 
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -473,13 +475,88 @@ class _Answer:
         return aclosing(aiter(body))
 
 
-class _Gradual(httpcore2.AsyncNetworkBackend):
-    """Opens so many connections at once: thousands would overflow the server's queue, and be dropped silently."""
+class _Turn:
+    """One request's turn to work on what has come.
 
-    def __init__(self) -> None:
+    A server that is told to abort answers thousands of requests at once. If each worked on its answer as soon as it is
+    there, one turn of the event loop would take a second, and nobody else would hear anything meanwhile: not the call
+    that pauses the server, nor the user's own tasks.
+    """
+
+    __slots__ = ("_has", "_turns")
+
+    def __init__(self, turns: anyio.Semaphore) -> None:
+        self._turns = turns
+        self._has = False
+
+    async def take(self) -> None:
+        """Waits for it, if it isn't on."""
+        if not self._has:
+            await self._turns.acquire()
+            self._has = True
+
+    def give_up(self) -> None:
+        """Ends it, if it is on."""
+        if self._has:
+            self._has = False
+            self._turns.release()
+
+
+class _InTurn(httpcore2.AsyncNetworkStream):
+    """A connection that waits for its turn before it hands on what has come."""
+
+    def __init__(self, stream: httpcore2.AsyncNetworkStream, turn: _Turn) -> None:
+        self._stream = stream
+        self._turn = turn
+
+    async def read(
+        self,
+        max_bytes: int,
+        timeout: float | None = None,  # noqa: ASYNC109 - httpcore2's
+    ) -> bytes:
+        self._turn.give_up()
+        data = await self._stream.read(max_bytes, timeout)
+        await self._turn.take()
+        return data
+
+    async def write(
+        self,
+        buffer: bytes,
+        timeout: float | None = None,  # noqa: ASYNC109 - httpcore2's
+    ) -> None:
+        self._turn.give_up()
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        self._turn.give_up()
+        await self._stream.aclose()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - httpcore2's
+    ) -> httpcore2.AsyncNetworkStream:
+        stream = await self._stream.start_tls(ssl_context, server_hostname, timeout)
+        return _InTurn(stream, self._turn)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class _Backend(httpcore2.AsyncNetworkBackend):
+    """Connects for one request at a time, which has its turns.
+
+    Args:
+        opening: Bounds how many connect at once: thousands would overflow the server's queue, and be dropped silently.
+        turn: That of the request.
+    """
+
+    def __init__(self, opening: anyio.Semaphore, turn: _Turn) -> None:
         backend: Any = httpcore2.AnyIOBackend
         self._backend: httpcore2.AsyncNetworkBackend = backend()
-        self._opening = anyio.Semaphore(_OPENING, fast_acquire=True)
+        self._opening = opening
+        self._turn = turn
 
     async def connect_tcp(
         self,
@@ -490,9 +567,16 @@ class _Gradual(httpcore2.AsyncNetworkBackend):
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
         async with self._opening:
-            return await self._backend.connect_tcp(
+            stream = await self._backend.connect_tcp(
                 host, port, timeout, local_address, socket_options
             )
+        return _InTurn(stream, self._turn)
+
+
+@frozen(eq=False)
+class _Pool:
+    connections: httpcore2.AsyncConnectionPool
+    turn: _Turn
 
 
 class _Pools:
@@ -503,9 +587,10 @@ class _Pools:
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
-        self._backend = _Gradual()
-        self._idle: deque[tuple[httpcore2.AsyncConnectionPool, float]] = deque()  # oldest first
-        self._busy: set[httpcore2.AsyncConnectionPool] = set()
+        self._opening = anyio.Semaphore(_OPENING, fast_acquire=True)
+        self._turns = anyio.Semaphore(_READING, fast_acquire=True)
+        self._idle: deque[tuple[_Pool, float]] = deque()  # oldest first
+        self._busy: set[_Pool] = set()
 
     @asynccontextmanager
     async def one(self) -> AsyncGenerator[httpcore2.AsyncConnectionPool]:
@@ -517,8 +602,9 @@ class _Pools:
         self._busy.add(pool)
         try:
             await self._tidy()
-            yield pool
+            yield pool.connections
         finally:
+            pool.turn.give_up()
             if pool in self._busy:  # else all were closed meanwhile
                 self._busy.remove(pool)
                 self._idle.append((pool, anyio.current_time()))
@@ -526,26 +612,28 @@ class _Pools:
     async def aclose(self) -> None:
         """Closes every connection, those of requests in flight too."""
         while self._idle:
-            await self._idle.popleft()[0].aclose()
+            await self._idle.popleft()[0].connections.aclose()
         while self._busy:
-            await self._busy.pop().aclose()
+            await self._busy.pop().connections.aclose()
 
     async def _tidy(self) -> None:
         old = anyio.current_time() - _KEEP_IDLE
         for _ in range(_TIDIED):
             if not self._idle or self._idle[0][1] >= old:
                 return
-            await self._idle.popleft()[0].aclose()
+            await self._idle.popleft()[0].connections.aclose()
 
-    def _new(self) -> httpcore2.AsyncConnectionPool:
-        return httpcore2.AsyncConnectionPool(
+    def _new(self) -> _Pool:
+        turn = _Turn(self._turns)
+        connections = httpcore2.AsyncConnectionPool(
             ssl_context=self._tls,
             max_connections=None,
             max_keepalive_connections=None,
             keepalive_expiry=_KEEP_IDLE,
             socket_options=_socket_options(),
-            network_backend=self._backend,
+            network_backend=_Backend(self._opening, turn),
         )
+        return _Pool(connections, turn)
 
 
 _JSON = (b"content-type", b"application/json")
