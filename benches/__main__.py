@@ -1,7 +1,7 @@
 """Runs all benches, writes `benches/results/*.json` and a picture of every goal.
 
-    python -m benches                 everything, about ten minutes
-    python -m benches --quick         fewer and smaller cases, about a minute
+    python -m benches                 everything, over half an hour
+    python -m benches --quick         fewer and smaller cases, some minutes
     python -m benches --only wakeup   one of them; may be given again
     python -m benches --list          their names
 
