@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Hashable, Sequence
-from itertools import pairwise
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from anyio import Event
 from anyio.lowlevel import checkpoint
@@ -21,6 +21,7 @@ __all__ = [
     "LineController",
     "NextInLine",
     "ParkingController",
+    "Relay",
 ]
 
 IDS = [5] * 16
@@ -125,16 +126,18 @@ class Line:
     """Calls that wait in line, group by group; `step` lets the next group go.
 
     Args:
-        stride: Steps between two looks at the clock.
+        stride: Groups that go one after the other in a turn of a `Relay`.
 
     Attributes:
-        at: When each look was.
+        paces: Seconds of a group, stride by stride.
     """
 
     def __init__(self, *, stride: int = 1) -> None:
-        self.at: list[float] = []
+        self.paces: list[float] = []
         self._stride = stride
-        self._steps = 0
+        self._left = 0
+        self._began = 0.0
+        self._hand_over: Callable[[], None] = _nobody
         self._groups: dict[Hashable, list[Event]] = {}
         self._waiting = 0
 
@@ -147,22 +150,50 @@ class Line:
 
     def step(self) -> None:
         """Lets the group go whose first call has waited longest."""
-        if self._steps % self._stride == 0:
-            self.at.append(now())
-        self._steps += 1
         if self._groups:
             events = self._groups.pop(next(iter(self._groups)))
             self._waiting -= len(events)
             for event in events:
                 event.set()
 
-    @property
-    def paces(self) -> list[float]:
-        """Seconds of a step, stride by stride."""
-        return [(b - a) / self._stride for a, b in pairwise(self.at)]
+    def begin(self, hand_over: Callable[[], None]) -> None:
+        """Lets the first group of a stride go; calls `hand_over` when the last one has ended."""
+        self._hand_over = hand_over
+        self._left = self._stride
+        self._began = now()
+        self.step()
+
+    def ended(self) -> None:
+        """A group has ended: the next one goes, or the stride is over."""
+        self._left -= 1
+        if self._left:
+            self.step()
+            return
+        self.paces.append((now() - self._began) / self._stride)
+        self._hand_over()
 
     def __len__(self) -> int:
         return self._waiting
+
+
+def _nobody() -> None:
+    pass
+
+
+class Relay:
+    """Has lines take turns, a stride of each, until all are through; so all see the same machine."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._lines = deque(lines)
+
+    def hand_over(self) -> None:
+        """Lets the next line go."""
+        for _ in range(len(self._lines)):
+            line = self._lines[0]
+            self._lines.rotate(-1)
+            if len(line):
+                line.begin(self.hand_over)
+                return
 
 
 class LineController(InstantController):
@@ -186,7 +217,7 @@ class NextInLine(Instrument):
 
     def group_ended(self, group: Group, outcome: str) -> None:
         """A group ended."""
-        self._line.step()
+        self._line.ended()
 
     def __len__(self) -> int:
         return len(self._line)

@@ -298,11 +298,9 @@ def test_a_scan_at_every_wake_up_shows(
         ended(line, *args)
 
     monkeypatch.setattr(instant.NextInLine, "group_ended", scanning)
-    few, many = (
-        median(anyio.run(overhead.staggered_engine, groups, 2, 1, backend=backend))
-        for groups in (8, 32)
-    )
-    assert (many / few > 1.2) is growing
+    few, many = anyio.run(overhead.staggered, (8, 32), 2, 4, backend=backend)
+    assert len(few.engine) == len(many.engine) == len(many.nest) == 4
+    assert (median(many.engine) / median(few.engine) > 1.2) is growing
 
 
 # That every bench runs: what it finds is the machine's business
@@ -356,7 +354,15 @@ def test_the_nest_gives_every_sample_its_reply(backend: str) -> None:
             return [len(await by_hand.batch(groups)) for groups in (1, 5)]
 
     assert anyio.run(batches, backend=backend) == [4, 20]
-    assert len(anyio.run(overhead.staggered_nest, 4, 2, 1, backend=backend)) == 4
+
+
+@BACKENDS
+def test_a_long_run_is_measured_beside_fresh_engines(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overhead, "BATCH", 8)
+    late, fresh = anyio.run(overhead.against_fresh, backend, 4, 5, backend=backend)
+    assert len(late.engine) == len(late.nest) == len(fresh) == 3
 
 
 def test_partials_that_are_kept_cost_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
