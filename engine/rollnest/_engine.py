@@ -941,10 +941,8 @@ class Engine:
         self._ready.ring()
         if self._fewer is None:
             parts.admission.changed(task)
-        else:
-            self._fewer.add(
-                task
-            )  # who waits for a batch looks first: the producer would start groups before that
+        else:  # who waits for a batch looks first: producers would start groups before that
+            self._fewer.add(task)
         parts.eviction.settled()
 
     def _let_start(self, parts: Parts, fewer: set[str]) -> None:
