@@ -274,7 +274,9 @@ def agrees(rows: Sequence[Row], loaded: dict[int, Scorer]) -> None:
             scored = {scorer: table[number][at] for scorer, table in tables.items()}
             other = two if loaded[version] is one else one
             off = abs(scored[loaded[version]] - logprob)
-            most = max(most, (off, f"{logprob:.2f}, token {at - len(row.prompt) + 1}, v{version}"))
+            place = at - len(row.prompt) + 1
+            said = f"{logprob:.2f}, the other weights {scored[other]:.2f}, token {place} of {runs(row.versions)}"
+            most = max(most, (off, said))
             right[version].append(off)
             wrong[version].append(abs(scored[other] - logprob))
             apart.append(abs(scored[one] - scored[two]))
@@ -296,6 +298,12 @@ def agrees(rows: Sequence[Row], loaded: dict[int, Scorer]) -> None:
         if len(right[version]) >= ENOUGH:
             assert fmean(right[version]) < MEAN_TOLERANCE, version
             assert fmean(wrong[version]) > 10 * MEAN_TOLERANCE, version
+
+
+def runs(versions: Sequence[int]) -> str:
+    """Which versions made a turn, and where each begins."""
+    starts = [i for i, v in enumerate(versions) if not i or v != versions[i - 1]]
+    return ", ".join(f"v{versions[i]} from {i}" for i in starts)
 
 
 def flat(by_version: dict[int, list[float]]) -> list[float]:
