@@ -700,6 +700,30 @@ async def test_bug_077_a_save_right_after_a_restore_is_the_same(tmp_path: Path) 
     assert state["columns.safetensors"] == twice["columns.safetensors"]
 
 
+async def test_a_batch_that_is_committed_before_it_comes_again_is_still_in_the_next_checkpoint() -> (
+    None
+):
+    task = task_of(prompts=prompts(4), judger=always_half)
+    async with Engine(server(), task) as engine:
+        batch = await engine.next_batch(1)
+        state = engine.state_dict()
+    restored = Engine(server(), task)
+    restored.load_state_dict(state)
+    async with restored as engine:
+        engine.commit(batch)
+        state = engine.state_dict()
+        again = await engine.next_batch(1)
+        assert (again.index, again.again) == (batch.index, True)
+        engine.commit(again)
+        later = engine.state_dict()
+    for saved, least in ((state, 0), (later, 1)):
+        third = Engine(server(), task)
+        third.load_state_dict(saved, trained_through=least)
+        async with third as engine:
+            comes = await engine.next_batch(1)
+        assert (comes.index, comes.again) == ((1, True) if saved is state else (2, False))
+
+
 def facts(state: Mapping[str, bytearray]) -> Any:
     lines = [json.loads(line) for line in state["groups.jsonl"].splitlines()]
     return json.loads(state["engine.json"]), lines

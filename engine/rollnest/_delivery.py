@@ -167,8 +167,9 @@ class Delivery:
                 self._on_expired(name, count)
 
     def commit(self, index: int) -> None:
-        """Forgets a batch that was trained."""
-        self.uncommitted.pop(index, None)
+        """Forgets a batch that was trained; one that is still to be handed over again is not trained before that."""
+        if all(batch.index != index for batch in self._again):
+            self.uncommitted.pop(index, None)
 
     def _batch(
         self,

@@ -562,7 +562,7 @@ class Engine:
 
         While the engine has never been saved, the next `next_batch` says it of the batch before. From the first
         checkpoint on only this call does: a batch that is not committed is in every checkpoint, and handed over again
-        by an engine that is restored from it.
+        by an engine that is restored from it. What a restored engine has still to hand over again stays until then.
 
         Raises:
             ValueError: The engine has not handed this batch over.
