@@ -588,7 +588,8 @@ class _Pools:
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
         self._opening = anyio.Semaphore(_OPENING, fast_acquire=True)
-        self._turns = anyio.Semaphore(_READING, fast_acquire=True)
+        # Not `fast_acquire`: who has a turn keeps it until the loop's next turn, or all would have one in the same.
+        self._turns = anyio.Semaphore(_READING)
         self._idle: deque[tuple[_Pool, float]] = deque()  # oldest first
         self._busy: set[_Pool] = set()
 
@@ -605,9 +606,11 @@ class _Pools:
             yield pool.connections
         finally:
             pool.turn.give_up()
-            if pool in self._busy:  # else all were closed meanwhile
+            if pool in self._busy:
                 self._busy.remove(pool)
                 self._idle.append((pool, anyio.current_time()))
+            else:  # all were closed meanwhile; this one may have connected after that
+                await pool.connections.aclose()
 
     async def aclose(self) -> None:
         """Closes every connection, those of requests in flight too."""
