@@ -117,7 +117,8 @@ class TableMachine(RuleBasedStateMachine):
         oldest = [row.members.oldest_version or 0 for row in rows]
         assert oldest == sorted(oldest, reverse=self.freshest_first)
         for row in rows:
-            assert row.state is RowState.DELIVERED
+            assert row.state is RowState.READY
+            assert all(row is not other for other in self.table.parked)
             assert all(s.status is Status.COMPLETED for s in row.members.samples)
             assert all(s.lag(self.version) <= MAX_STALENESS for s in row.members.samples)  # I9
             self.delivered.append(row.visit)

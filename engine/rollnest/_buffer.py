@@ -38,8 +38,13 @@ class _Rows(Generic[T]):
 
     def take(self, count: int) -> list[T]:
         """Takes out up to `count` rows, those that were drawn first."""
-        rows = self.rows[:count]
-        del self.rows[:count], self.visits[:count]
+        rows = self.rows
+        if count >= len(rows):  # none of them is touched
+            self.rows, self.visits = [], []
+            return rows
+        del self.visits[:count]
+        self.rows = rows[count:]
+        del rows[count:]
         return rows
 
 

@@ -20,6 +20,7 @@ from ._continuation import attempt_seed, tokens_through_stop
 from ._gate import Gate, Limit, OverLimit
 from ._instruments import Instruments
 from ._journal import AS_THE_TASK, ContextReplay, Journal, Replay, Request
+from ._making import make_segment, make_turn
 from ._options import Limits, Sampling
 from ._outage import Outage, Retries
 from ._records import Failure, Message, Prompt, Segment, Turn
@@ -225,9 +226,11 @@ def _take_over(context: Context) -> None:
     context._take_over()  # pyright: ignore[reportPrivateUsage]
 
 
-def freeze_context(context: Context, *, trim: bool) -> Segment:
+def freeze_context(context: Context, trim: bool) -> Segment:
     """Ends a context; the engine's part, which the handle that loops hold doesn't offer."""
-    return context._freeze(trim=trim)  # pyright: ignore[reportPrivateUsage]
+    response = context._response  # pyright: ignore[reportPrivateUsage]
+    response = response.without_trailing_context() if trim else response.seal()
+    return make_segment(context._prompt_ids, response)  # pyright: ignore[reportPrivateUsage]
 
 
 def note_context(context: Context) -> LaterContext:
@@ -283,6 +286,7 @@ class Context:
         "_begun",
         "_busy",
         "_core",
+        "_failed",
         "_index",
         "_mark",
         "_messages",
@@ -323,6 +327,9 @@ class Context:
         self._mark = 0  # requests that had failed in all when the last attempt was sent
         self._tries = 0  # requests of the turn that is running
         self._outcome: _Outcome | None = None  # how it ended, once that is known
+        self._failed: tuple[InferenceError, Attempt] | None = (
+            None  # the last request, to be sent again
+        )
         self._record: ContextReplay | None = None  # what it is given again
 
     @property
@@ -434,11 +441,12 @@ class Context:
             sampling = services.sampling
         else:
             services.check(sampling, services.capabilities)
-        start = len(self._response)
-        cap = min(max_tokens or sampling.max_tokens, self._room)
-        asked: _Asked | None = None
+        gate = services.gate
+        start = 0 if self._response is _NOTHING else len(self._response)
+        room = self.remaining if core.replay is None else self._room
+        cap = min(max_tokens or sampling.max_tokens, room)
         self._busy = True
-        self._since = services.gate.clock()
+        self._since = gate.clock()
         self._begun = start
         self._reserved = start + cap
         self._tries = 0
@@ -446,36 +454,32 @@ class Context:
         done: Turn | None = None
         try:
             if self._record is not None:
-                await checkpoint()
-                recorded = self._record.next_turn(self._response, request)
-                if recorded is None:
-                    self._record = None
-                    core.go_live()
-                else:
-                    self._asked = asked = recorded.begun, request
-                    if recorded.turn.finish_reason != "abort":
-                        done = turn = self._give_again(recorded.turn)
-                        return turn
-                    if services.partial:
-                        self._extend(self._record.response[start : recorded.turn.stop])
-                    else:
-                        self._record.discard(recorded)
-                        services.counters.restarted_turns += 1
-                    self._tries = recorded.turn.attempts
-            if asked is None:
-                self._asked = asked = core.begun, request
+                done = await self._given_again(self._record, request, start)
+                if done is not None:
+                    return done
+            if self._asked is None:
+                self._asked = core.begun, request
                 core.begun += 1
-            done = turn = await self._run_turn(sampling, start, cap)
+            seconds = services.limits.turn
+            limit = None if seconds is None else Limit(gate, seconds)
+            if cap <= 0:
+                core.cut = True
+                await checkpoint()
+            elif not self._tries:
+                await self._run_attempt(sampling, start, cap, limit)
+            if self._outcome is None:
+                await self._go_on(sampling, start, cap, limit)
+            done = turn = self._turn(self._outcome or "length", start)
             return turn
         finally:
+            asked, self._asked = self._asked, None
             self._busy = False
-            self._asked = None
-            core.since = services.gate.ended()
+            core.since = gate.ended()
             self._reserved = 0
             if done is None and (end := len(self._response)) > start:
                 # The loop's own timeout, or a failure after a partial: what is in the response is in a turn.
                 outcome, tries = self._outcome, max(self._tries, 1)
-                done = Turn(
+                done = make_turn(
                     outcome or "abort", None, self._index, start, end, tries, self._response
                 )
             if done is not None and asked is not None:
@@ -606,11 +610,6 @@ class Context:
                 discarded += record.pending_tokens
         return note, discarded, unseen
 
-    def _freeze(self, *, trim: bool) -> Segment:
-        """Ends the context; see `freeze_context`."""
-        response = self._response.without_trailing_context() if trim else self._response.seal()
-        return Segment(self._prompt_ids, response)
-
     def _take_over(self) -> None:
         """Takes over the turns that it has not been given again."""
         record, self._record = self._record, None
@@ -642,81 +641,100 @@ class Context:
             self._response = Response()
         self._response.extend(part)
 
-    async def _run_turn(self, sampling: Sampling, start: int, cap: int) -> Turn:
+    async def _given_again(
+        self, record: ContextReplay, request: Request, start: int
+    ) -> Turn | None:
+        """Takes the next turn from the record; `None` if it goes on from there, or is not in it."""
+        await checkpoint()
         services = self._core.services
-        gate, outage = services.gate, services.outage
-        seconds = services.limits.turn
-        limit = None if seconds is None else Limit(gate, seconds)
-        reason: _Outcome | None = None
+        recorded = record.next_turn(self._response, request)
+        if recorded is None:
+            self._record = None
+            self._core.go_live()
+            return None
+        self._asked = recorded.begun, request
+        if recorded.turn.finish_reason != "abort":
+            return self._give_again(recorded.turn)
+        if services.partial:
+            self._extend(record.response[start : recorded.turn.stop])
+        else:
+            record.discard(recorded)
+            services.counters.restarted_turns += 1
+        self._tries = recorded.turn.attempts
+        return None
+
+    def _turn(self, reason: _Outcome, start: int) -> Turn:
+        """Makes the turn that has ended.
+
+        Raises:
+            InferenceError: It has no token, though the policy was asked.
+        """
+        response = self._response
+        stop = len(response)
+        if stop == start and self._tries:
+            raise InferenceError("the server's answer is unusable: it ended without a single token")
+        text: str | None = None
+        tokenizer = self._core.services.tokenizer
+        if tokenizer is not None:
+            text = tokenizer.decode(response.packed_ids[start:].tolist())
+        return make_turn(reason, text, self._index, start, stop, self._tries, response)
+
+    async def _go_on(self, sampling: Sampling, start: int, cap: int, limit: Limit | None) -> None:
+        """Sends requests until the turn has ended: one was cut, or failed, or was before its loop ran again."""
+        services = self._core.services
         retries: Retries | None = None
         resumed = False
-        got = 0
-        if cap <= 0:
-            self._core.cut = True
-            await checkpoint()
-        if self._tries:  # goes on from a journal
-            got = len(self._response) - start
-        while reason is None:
-            before = got
-            if got >= cap:
-                reason = "length"
+        stop = start
+        while self._outcome is None:
+            failed, self._failed = self._failed, None
+            self._since = services.gate.clock()
+            if failed is not None:
+                error, attempt = failed
+                gained = len(self._response) > stop
+                if retries is None:
+                    retries = Retries(services.outage, f"{services.task}/{self._core.prompt.uid}")
+                await retries.again(error, attempt, gained=gained)
+                services.counters.retries += 1
+                del (
+                    failed,
+                    error,
+                    attempt,
+                )  # its prompt copies the context: not to be held at the gate
+            elif len(self._response) > stop:
+                retries = None
+            stop = len(self._response)
+            if stop - start >= cap:
+                self._outcome = "length"
                 break
-            resumed = resumed or got > 0
-            epoch = gate.epoch
-            attempt, error = await self._run_attempt(sampling, start, cap - got, limit)
-            reason = self._outcome
-            got = len(self._response) - start
-            if got > before:
-                outage.good = attempt
-                if outage.failures and error is None:
-                    outage.worked(self._mark)
-                    retries = None
-            elif error is None and reason is None:
-                error = InferenceError("the server aborted unasked and without a token to keep")
-            if reason is not None:
-                break
-            self._since = gate.clock()
-            if error is None or gate.closed or gate.epoch != epoch:
-                # Whatever it says, it was asked to stop. Its prompt copies the context: not to be held at the gate.
-                del attempt
-                continue
-            if retries is None:
-                retries = Retries(outage, f"{services.task}/{self._core.prompt.uid}")
-            await retries.again(error, attempt, gained=got > before)
-            services.counters.retries += 1
-        if not got and self._tries:
-            raise InferenceError("the server's answer is unusable: it ended without a single token")
+            resumed = resumed or stop > start
+            await self._run_attempt(sampling, start, cap - (stop - start), limit)
         if resumed:
             services.counters.resumed_turns += 1
-        response, stop = self._response, start + got
-        text: str | None = None
-        if services.tokenizer is not None:
-            text = services.tokenizer.decode(response.packed_ids[start:].tolist())
-        return Turn(reason, text, self._index, start, stop, self._tries, response)
 
     async def _run_attempt(
         self, sampling: Sampling, start: int, cap: int, limit: Limit | None
-    ) -> tuple[Attempt, InferenceError | None]:
-        """Runs one request and keeps what it brought, and whether the turn has ended with it.
+    ) -> None:
+        """Runs one request and keeps what it brought; `_outcome` is set if the turn has ended with it.
 
         A request whose answer is unusable leaves the response as it was. One that is aborted or cancelled, or that
-        fails for a reason that may pass, keeps its partial: that was checked when it came.
-
-        Returns:
-            The attempt, and why it failed, if it may be sent again.
+        fails for a reason that may pass, keeps its partial: that was checked when it came. One that may be sent again
+        is in `_failed`.
         """
         services = self._core.services
-        gate = services.gate
+        gate, outage = services.gate, services.outage
         self._request = sampling, start, cap
+        epoch, had = gate.epoch, 0 if self._response is _NOTHING else len(self._response)
         if gate.shut or not gate.slots.take():
             await gate.enter(goes_on=self._tries > 0)
+            self._since = gate.clock()
         usable = True
         failure: InferenceError | None = None
         timed_out = False
         try:
             self._running = running = self._make_attempt()
             scope = gate.begin(running)
-            services.instruments.tell("turn_started", running)
+            if "turn_started" in services.instruments.heard:
+                services.instruments.tell("turn_started", running)
             if limit is None:
                 with scope:
                     await services.controller.generate(running)
@@ -758,9 +776,19 @@ class Context:
                     self._outcome = "stop" if stopped else self._reason(attempt, sampling, start)
                     if timed_out and self._outcome is None:
                         self._outcome = "timeout"
-                services.instruments.tell("turn_ended", attempt)
+                if "turn_ended" in services.instruments.heard:
+                    services.instruments.tell("turn_ended", attempt)
         assert attempt is not None
-        return attempt, failure
+        if len(self._response) > had:
+            outage.good = attempt
+            if outage.failures and failure is None:
+                outage.worked(self._mark)
+        elif failure is None and self._outcome is None:
+            failure = InferenceError("the server aborted unasked and without a token to keep")
+        if failure is not None and self._outcome is None:
+            if gate.closed or gate.epoch != epoch:
+                return  # whatever it says, it was asked to stop
+            self._failed = failure, attempt
 
     def _make_attempt(self) -> Attempt:
         """Makes the next attempt of the turn, once it may pass the gate."""
@@ -777,7 +805,6 @@ class Context:
             whole.extend(self._response.packed_ids)
             prompt_ids = memoryview(whole).toreadonly()
         self._tries += 1
-        self._since = gate.clock()
         self._mark = services.outage.failures
         return Attempt(
             prompt_ids,

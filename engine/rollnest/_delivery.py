@@ -13,6 +13,7 @@ from itertools import chain
 from operator import attrgetter
 
 from ._allocation import Allocation, Shares
+from ._making import make_batch
 from ._records import Batch
 from ._statistics import Described, Reading, share_of
 from ._table import GroupTable, Row
@@ -118,7 +119,9 @@ class Delivery:
     @property
     def _live(self) -> frozenset[str]:
         """The tasks that can still give groups."""
-        return frozenset(n for n, t in self._tables.items() if t.ready or not self._is_exhausted(n))
+        return frozenset(
+            [n for n, t in self._tables.items() if t.ready or not self._is_exhausted(n)]
+        )
 
     def taken(self, version: int) -> int:
         """How many batches were taken with the weights of `version`."""
@@ -168,7 +171,7 @@ class Delivery:
 
     def commit(self, index: int) -> None:
         """Forgets a batch that was trained; one that is still to be handed over again is not trained before that."""
-        if all(batch.index != index for batch in self._again):
+        if not self._again or all(batch.index != index for batch in self._again):
             self.uncommitted.pop(index, None)
 
     def _batch(
@@ -188,12 +191,5 @@ class Delivery:
             },
             version,
         )
-        groups = map(_GROUP, chain.from_iterable(rows.values()))
-        return Batch(
-            index=self.batches,
-            version=version,
-            groups=groups,
-            tasks=figures,
-            statistics=figures.total,
-            short=short,
-        )
+        groups = tuple(map(_GROUP, chain.from_iterable(rows.values())))
+        return make_batch(self.batches, version, groups, figures, figures.total, short)

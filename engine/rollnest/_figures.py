@@ -61,7 +61,8 @@ class GroupFigures:
                 if segment.trained_from:
                     masked_tokens += _masked(segment)
             response_tokens += length
-            longest = max(longest, length)
+            if length > longest:
+                longest = length
             policy_tokens += sample.policy_tokens
             truncated += sample.truncated
             if sample.verdict is not None:

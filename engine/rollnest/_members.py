@@ -90,6 +90,7 @@ class Members:
     __slots__ = (
         "_began",
         "_being_judged",
+        "_by_group",
         "_completed",
         "_cut_short",
         "_evicted",
@@ -144,6 +145,7 @@ class Members:
         self._table = table
         self._services = services
         self._judging = None if judging is None else judging.of(row.prompt)
+        self._by_group = self._judging is not None and self._judging.by_group
         self._streak = streak
         members: Sequence[int] = range(spec.group_size + spec.redundancy)
         there, tries = [*row.kept, *row.unjudged], row.tries
@@ -253,7 +255,7 @@ class Members:
     @property
     def by_group(self) -> bool:
         """Whether it judges members together."""
-        return self._judging is not None and self._judging.by_group
+        return self._by_group
 
     def evict(self, *, at_once: bool) -> None:
         """Cancels what has not ended; waits for its judgers unless it has to be at once.
@@ -429,9 +431,7 @@ class Members:
             return sample
         life = self.lives.recorded(sample.index, self._places.get(sample.index, 0))
         before = as_it_was(sample, life)
-        judging = self._judging
-        by_group = judging is not None and judging.by_group
-        if before is sample or sample.status is not Status.COMPLETED or not by_group:
+        if before is sample or sample.status is not Status.COMPLETED or not self._by_group:
             return before
         # Its group's judger says it again.
         return sample if before.failure is not None else evolve(before, verdict=None)
@@ -522,14 +522,19 @@ class Members:
             self.unjudged.pop(index, None)
         before = self.samples.get(index)
         self.samples[index] = sample
-        self._count(sample, 1)
-        ends = not self._waits(sample)
+        completed = sample.status is Status.COMPLETED
+        if completed:
+            self._completed += 1
+        else:
+            self._count(sample, 1)
+        ends = not self._by_group or not self._waits(sample)
         if before is not None:  # kept from an earlier run, or waited for the group's judger
             self._count(before, -1)
             ends = ends and self._waits(before)
         if ends and not (self.lives is not None and self._is_told(sample)):
-            self._services.instruments.tell("sample_ended", sample)
-            if sample.status is Status.COMPLETED:
+            if "sample_ended" in self._services.instruments.heard:
+                self._services.instruments.tell("sample_ended", sample)
+            if completed:
                 self._streak.completed()
             else:
                 self._note_failure(sample)
@@ -571,7 +576,7 @@ class Members:
         """
         self._tasks = None
         self._end_rest()
-        for index, sample in self.samples.items():
+        for index, sample in self.samples.items() if self._by_group else ():
             if self._waits(sample):
                 self._count(sample, -1)
                 self.samples[index] = self.as_it_was(_unjudged(sample))
@@ -666,7 +671,7 @@ class Members:
             sampling=self._services.sampling,
             logprobs_mode=self._services.capabilities.logprobs,
             samples=samples,
-            by_group=self._judging is not None and self._judging.by_group,
+            by_group=self._by_group,
             unjudged=unjudged,
             live=[note() for note in live],
             group_size=self._spec.group_size,
@@ -774,8 +779,7 @@ class Members:
             return
         kind = failure.kind
         self._table.failures[kind] += 1
-        by_group = self._judging is not None and self._judging.by_group
-        if kind == "data" or (kind == "judge" and by_group):
+        if kind == "data" or (kind == "judge" and self._by_group):
             if kind in self._noted:
                 return
             self._noted = frozenset[FailureKind]({*self._noted, kind})
@@ -806,10 +810,7 @@ class Members:
 
     def _waits(self, sample: Sample) -> bool:
         """Whether a sample waits to be judged with its siblings."""
-        judging = self._judging
-        if judging is None or not judging.by_group:
-            return False
-        return sample.verdict is None and sample.status is Status.COMPLETED
+        return self._by_group and sample.verdict is None and sample.status is Status.COMPLETED
 
     def _count(self, sample: Sample, by: int) -> None:
         if sample.status is Status.COMPLETED:
@@ -833,12 +834,12 @@ class Members:
             self._services,
             row.prompt,
             prompt_ids,
-            visit=row.visit,
-            index=index,
-            place=place,
-            tools=tools,
-            judging=self._judging,
-            journal=journal,
+            row.visit,
+            index,
+            place,
+            tools,
+            self._judging,
+            journal,
         )
 
     async def _render_prompt(self, prompt: Prompt) -> array[int]:

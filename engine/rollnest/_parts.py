@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from anyio import current_time
 from attrs import frozen
 
 from ._admission import Admission
@@ -246,7 +245,7 @@ def assemble(setup: Setup, hooks: Hooks, *, awaits_weights: bool) -> Parts:
                 counters[name],
                 producer.runner.produced,
                 gate.closed_seconds,
-                current_time(),
+                gate.clock(),
             )
             for name, producer in producers.items()
         }

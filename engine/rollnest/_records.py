@@ -350,10 +350,12 @@ class Sample:
     def __attrs_post_init__(self) -> None:
         tokens, oldest = 0, None
         for segment in self.segments:
-            sampled = segment.response.policy_tokens
+            response = segment.response
+            sampled = response.policy_tokens
             if sampled:
                 tokens += sampled
-                first = segment.oldest_version
+                # Of nearly every segment all is trained: that takes one question less.
+                first = segment.oldest_version if segment.trained_from else response.oldest_version
                 if first is not None and (oldest is None or first < oldest):
                     oldest = first
         object.__setattr__(self, "policy_tokens", tokens)

@@ -44,6 +44,7 @@ from ._journal import (
     check_tool_options,
 )
 from ._judging import GroupJudging, as_score
+from ._making import make_sample
 from ._options import Sampling
 from ._records import Failure, Message, Prompt, Sample, Segment, Status, Turn, Verdict
 from ._response import Response
@@ -190,7 +191,6 @@ class Rollout:
         services: RolloutServices,
         prompt: Prompt,
         prompt_ids: memoryview[int],
-        *,
         visit: int,
         index: int,
         place: int = 0,
@@ -674,12 +674,12 @@ class Rollout:
             self._end_replay(status)
         segments = self._frozen
         if segments is None:
-            segments = tuple([freeze_context(c, trim=core.cut) for c in core.contexts])
+            segments = tuple([freeze_context(context, core.cut) for context in core.contexts])
             self._frozen = segments
             core.contexts.clear()  # a ring: only the garbage collector could free it
         if status is Status.COMPLETED:
             failure = core.failure
-            if failure is None and not any(map(_policy_tokens, segments)):
+            if failure is None and not _policy_tokens(segments):
                 failure = Failure("loop", "the loop returned without generating a token")
             if failure is not None:
                 status = Status.FAILED
@@ -776,20 +776,21 @@ class Rollout:
             reason = "length"
         elif reason is None and core.turns:
             reason = core.turns[-1].finish_reason
-        return Sample(
-            task=core.services.task,
-            prompt=core.prompt,
-            visit=self._visit,
-            index=self._index,
-            status=status,
-            segments=segments,
-            turns=tuple(turns if untrimmed else [within(t, segments[t.segment]) for t in turns]),
-            finish_reason=reason,
-            verdict=verdict,
-            failure=failure,
-            sampling=core.services.sampling,
-            logprobs_mode=core.services.capabilities.logprobs,
-            generate_seconds=core.services.gate.clock() - self._started,
+        services = core.services
+        return make_sample(
+            services.task,
+            core.prompt,
+            self._visit,
+            self._index,
+            status,
+            segments,
+            tuple(turns if untrimmed else [within(t, segments[t.segment]) for t in turns]),
+            reason,
+            verdict,
+            failure,
+            services.sampling,
+            services.capabilities.logprobs,
+            services.gate.clock() - self._started,
         )
 
     def _branch(
@@ -836,8 +837,11 @@ def _same_outcome(one: Outcome, other: Outcome) -> bool:
     return one == other
 
 
-def _policy_tokens(segment: Segment) -> int:
-    return segment.response.policy_tokens
+def _policy_tokens(segments: Sequence[Segment]) -> int:
+    tokens = 0
+    for segment in segments:  # asked of every sample: a generator costs more than its segments
+        tokens += segment.response.policy_tokens
+    return tokens
 
 
 def _same(one: Message, other: Message) -> bool:

@@ -119,7 +119,10 @@ class Slots:
     def release(self) -> None:
         """Gives a slot back."""
         self.used -= 1
-        self._hand_on()
+        if self._semaphore is not None and not self._first:
+            self._semaphore.release()
+        else:
+            self._hand_on()
 
     def _hand_on(self) -> None:
         if self._first:
@@ -266,7 +269,7 @@ class Call:
 
     def _tell(self, hook: str | None, *args: object) -> None:
         instruments = self.slots.instruments
-        if hook is not None and instruments is not None and instruments.hears(hook):
+        if hook is not None and instruments is not None and hook in instruments.heard:
             instruments.tell(hook, self.name, *args)  # no name is put together where nobody hears
 
     def abandon(self) -> None:

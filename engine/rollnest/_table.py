@@ -2,7 +2,7 @@
 
 A row changes state in one plain method, never across an `await`:
 
-    drawn -> FLIGHT -> READY -> DELIVERED -> committed
+    drawn -> FLIGHT -> READY                    (delivered: it leaves the table, and nobody asks it any more)
                     -> WAITING -> FLIGHT        (expired or aborted: drawn again before fresh prompts)
                     -> DROPPED(reason)
 
@@ -65,7 +65,6 @@ class RowState(Enum):
     FLIGHT = "flight"
     READY = "ready"
     WAITING = "waiting"
-    DELIVERED = "delivered"
     DROPPED = "dropped"
 
 
@@ -75,7 +74,7 @@ class Row:
     Attributes:
         prompt: What is asked.
         visit: Number of the visit in its task.
-        state: Where it stands.
+        state: Where it stands, in the table or when it left it.
         kept: Members of an earlier run that are still good, by index.
         unjudged: Members of an earlier run that lack their verdict only, by index.
         journals: What members that were cut have left behind, by index: they go on from there.
@@ -276,6 +275,8 @@ class GroupTable:
         self._max_staleness = max_staleness
         self._max_token_lag = max_token_lag  # older tokens are masked; `None` masks none
         self._retries = retries  # of a row that has become too old
+        self._ready_tokens = 0  # of the ready rows
+        self._ready_members = 0
         self._buffer: ReplayBuffer[Row] = ReplayBuffer(
             tail_batch=tail_batch, freshest_first=freshest_first
         )
@@ -443,6 +444,8 @@ class GroupTable:
             oldest = max(oldest, version - self._max_token_lag)
         count = 0
         for old in self._buffer.take_older(oldest):
+            self._ready_tokens -= old.figures.policy_tokens
+            self._ready_members -= old.figures.samples
             group = Group(self.task, old.prompt, old.visit, self._aged(old, version))
             row = old.succeeded(group)
             if group.status is Status.COMPLETED:  # masked, and fresh enough without what was
@@ -460,7 +463,9 @@ class GroupTable:
     def _put(self, row: Row, group: Group) -> None:
         """A row is ready. It is counted now, group by group: a batch is handed over without counting."""
         row.state = RowState.READY
-        row.figures = GroupFigures.of(group)
+        row.figures = figures = GroupFigures.of(group)
+        self._ready_tokens += figures.policy_tokens
+        self._ready_members += figures.samples
         self._buffer.put(row, group.oldest_version or 0, row.visit)
 
     def let_go(self, sample: Sample, reason: str) -> None:
@@ -485,12 +490,13 @@ class GroupTable:
     def take(self, count: int) -> list[Row]:
         """Delivers up to `count` ready rows, oldest first or freshest first."""
         rows = self._buffer.take(count)
-        delivered, tokens, members = RowState.DELIVERED, 0, 0
-        for row in rows:
-            row.state = delivered
-            figures = row.figures
-            tokens += figures.policy_tokens
-            members += figures.samples
+        if self._buffer.ready:
+            tokens = sum([row.figures.policy_tokens for row in rows])
+            members = sum([row.figures.samples for row in rows])
+        else:  # all of them, as mostly: whoever waits for the batch need not wait until each has been looked at
+            tokens, members = self._ready_tokens, self._ready_members
+        self._ready_tokens -= tokens
+        self._ready_members -= members
         self.delivered_tokens += tokens
         self.delivered_members += members
         self.delivered += len(rows)

@@ -128,7 +128,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "cap not reduced on resume",
         (
             "_context.py",
-            "self._run_attempt(sampling, start, cap - got, limit)",
+            "self._run_attempt(sampling, start, cap - (stop - start), limit)",
             "self._run_attempt(sampling, start, cap, limit)",
         ),
     ),
@@ -370,7 +370,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a reply without a token is an answer",
         (
             "_context.py",
-            "        if not got and self._tries:\n",
+            "        if stop == start and self._tries:\n",
             "        if False:\n",
         ),
     ),
