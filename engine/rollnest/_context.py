@@ -733,8 +733,7 @@ class Context:
         try:
             self._running = running = self._make_attempt()
             scope = gate.begin(running)
-            if "turn_started" in services.instruments.heard:
-                services.instruments.tell("turn_started", running)
+            services.instruments.tell("turn_started", running)
             if limit is None:
                 with scope:
                     await services.controller.generate(running)
@@ -776,8 +775,7 @@ class Context:
                     self._outcome = "stop" if stopped else self._reason(attempt, sampling, start)
                     if timed_out and self._outcome is None:
                         self._outcome = "timeout"
-                if "turn_ended" in services.instruments.heard:
-                    services.instruments.tell("turn_ended", attempt)
+                services.instruments.tell("turn_ended", attempt)
         assert attempt is not None
         if len(self._response) > had:
             outage.good = attempt

@@ -16,11 +16,7 @@ _log = logging.getLogger("rollnest")
 
 
 class Instruments:
-    """Calls only what an instrument overrides, so hooks that nobody uses cost one lookup.
-
-    Attributes:
-        heard: The hooks that somebody hears.
-    """
+    """Calls only what an instrument overrides, so hooks that nobody uses cost one lookup."""
 
     def __init__(self, instruments: Sequence[Instrument]) -> None:
         for instrument in instruments:
@@ -34,14 +30,16 @@ class Instruments:
             self._listeners[hook] = [
                 i for i in instruments if getattr(type(i), hook) is not getattr(Instrument, hook)
             ]
-        self.heard: set[str] = {hook for hook, heard in self._listeners.items() if heard}
 
     def add(self, instrument: Instrument) -> None:
         """Adds one that hears only what it overrides, after the others."""
         for hook, listeners in self._listeners.items():
             if getattr(type(instrument), hook) is not getattr(Instrument, hook):
                 listeners.append(instrument)
-                self.heard.add(hook)
+
+    def hears(self, hook: str) -> bool:
+        """Whether anybody hears a hook."""
+        return bool(self._listeners[hook])
 
     def tell(self, hook: str, *args: Any) -> None:
         """Calls one hook of every instrument that has it."""
@@ -53,9 +51,7 @@ class Instruments:
                 getattr(instrument, hook)(*args)
             except Exception:
                 # Watching must not change what is watched; the log has the traceback.
-                for heard, listeners in self._listeners.items():
+                for listeners in self._listeners.values():
                     if instrument in listeners:
                         listeners.remove(instrument)
-                        if not listeners:
-                            self.heard.discard(heard)
                 _log.exception("instrument %r raised in %s and is taken out", instrument, hook)

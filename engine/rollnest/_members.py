@@ -532,8 +532,7 @@ class Members:
             self._count(before, -1)
             ends = ends and self._waits(before)
         if ends and not (self.lives is not None and self._is_told(sample)):
-            if "sample_ended" in self._services.instruments.heard:
-                self._services.instruments.tell("sample_ended", sample)
+            self._services.instruments.tell("sample_ended", sample)
             if completed:
                 self._streak.completed()
             else:

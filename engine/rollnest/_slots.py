@@ -269,7 +269,7 @@ class Call:
 
     def _tell(self, hook: str | None, *args: object) -> None:
         instruments = self.slots.instruments
-        if hook is not None and instruments is not None and hook in instruments.heard:
+        if hook is not None and instruments is not None and instruments.hears(hook):
             instruments.tell(hook, self.name, *args)  # no name is put together where nobody hears
 
     def abandon(self) -> None:
