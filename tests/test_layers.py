@@ -21,7 +21,17 @@ ADAPTERS = ROOT / "adapters" / "rollnest_adapters"
 # The table of docs/design.md, section 3. A module imports from its own layer or one below, never in a circle.
 LAYERS: list[list[str]] = [
     # 0: records
-    ["_attempt", "_checks", "_making", "_options", "_records", "_response", "_tree", "abc", "errors"],
+    [
+        "_attempt",
+        "_checks",
+        "_making",
+        "_options",
+        "_records",
+        "_response",
+        "_tree",
+        "abc",
+        "errors",
+    ],
     # 1: pure logic
     [
         "_admission",

@@ -327,9 +327,8 @@ class Context:
         self._mark = 0  # requests that had failed in all when the last attempt was sent
         self._tries = 0  # requests of the turn that is running
         self._outcome: _Outcome | None = None  # how it ended, once that is known
-        self._failed: tuple[InferenceError, Attempt] | None = (
-            None  # the last request, to be sent again
-        )
+        # The last request, if it has failed and may be sent again.
+        self._failed: tuple[InferenceError, Attempt] | None = None
         self._record: ContextReplay | None = None  # what it is given again
 
     @property
@@ -469,7 +468,7 @@ class Context:
                 await self._run_attempt(sampling, start, cap, limit)
             if self._outcome is None:
                 await self._go_on(sampling, start, cap, limit)
-            done = turn = self._turn(self._outcome or "length", start)
+            done = turn = self._turn(start)
             return turn
         finally:
             asked, self._asked = self._asked, None
@@ -663,13 +662,14 @@ class Context:
         self._tries = recorded.turn.attempts
         return None
 
-    def _turn(self, reason: _Outcome, start: int) -> Turn:
+    def _turn(self, start: int) -> Turn:
         """Makes the turn that has ended.
 
         Raises:
             InferenceError: It has no token, though the policy was asked.
         """
-        response = self._response
+        response, outcome = self._response, self._outcome
+        assert outcome is not None
         stop = len(response)
         if stop == start and self._tries:
             raise InferenceError("the server's answer is unusable: it ended without a single token")
@@ -677,7 +677,7 @@ class Context:
         tokenizer = self._core.services.tokenizer
         if tokenizer is not None:
             text = tokenizer.decode(response.packed_ids[start:].tolist())
-        return make_turn(reason, text, self._index, start, stop, self._tries, response)
+        return make_turn(outcome, text, self._index, start, stop, self._tries, response)
 
     async def _go_on(self, sampling: Sampling, start: int, cap: int, limit: Limit | None) -> None:
         """Sends requests until the turn has ended: one was cut, or failed, or was before its loop ran again."""
@@ -695,11 +695,9 @@ class Context:
                     retries = Retries(services.outage, f"{services.task}/{self._core.prompt.uid}")
                 await retries.again(error, attempt, gained=gained)
                 services.counters.retries += 1
-                del (
-                    failed,
-                    error,
-                    attempt,
-                )  # its prompt copies the context: not to be held at the gate
+                # Its prompt copies the context: not to be held at the gate.
+                del failed, error, attempt
+                self._since = services.gate.clock()
             elif len(self._response) > stop:
                 retries = None
             stop = len(self._response)

@@ -232,10 +232,7 @@ class Gate:
     def end(self, attempt: Attempt | None) -> None:
         """Closes an attempt and gives its slot back; `None` if there was none to begin."""
         if attempt is not None:
-            attempt.close()
-            del self._in_flight[attempt]
-            if not self._in_flight and self._until_quiet is not None:
-                self._until_quiet.cancel()
+            self._end(attempt)
         self.slots.release()
 
     def _end(self, attempt: Attempt) -> None:

@@ -522,18 +522,14 @@ class Members:
             self.unjudged.pop(index, None)
         before = self.samples.get(index)
         self.samples[index] = sample
-        completed = sample.status is Status.COMPLETED
-        if completed:
-            self._completed += 1
-        else:
-            self._count(sample, 1)
-        ends = not self._by_group or not self._waits(sample)
+        self._count(sample, 1)
+        ends = not self._waits(sample)
         if before is not None:  # kept from an earlier run, or waited for the group's judger
             self._count(before, -1)
             ends = ends and self._waits(before)
         if ends and not (self.lives is not None and self._is_told(sample)):
             self._services.instruments.tell("sample_ended", sample)
-            if completed:
+            if sample.status is Status.COMPLETED:
                 self._streak.completed()
             else:
                 self._note_failure(sample)

@@ -838,10 +838,7 @@ def _same_outcome(one: Outcome, other: Outcome) -> bool:
 
 
 def _policy_tokens(segments: Sequence[Segment]) -> int:
-    tokens = 0
-    for segment in segments:  # asked of every sample: a generator costs more than its segments
-        tokens += segment.response.policy_tokens
-    return tokens
+    return sum([segment.response.policy_tokens for segment in segments])
 
 
 def _same(one: Message, other: Message) -> bool:

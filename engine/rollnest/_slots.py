@@ -119,10 +119,7 @@ class Slots:
     def release(self) -> None:
         """Gives a slot back."""
         self.used -= 1
-        if self._semaphore is not None and not self._first:
-            self._semaphore.release()
-        else:
-            self._hand_on()
+        self._hand_on()
 
     def _hand_on(self) -> None:
         if self._first:
