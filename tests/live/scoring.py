@@ -16,8 +16,8 @@ MEAN_TOLERANCE = 0.05
 
 TOKEN_TOLERANCE = 1.0
 """The same of a single token. One in some hundred thousand is further off. Forward passes of the same model in bfloat16
-and in float32 alone, without a server, differed on 76,800 tokens by over 0.3 at 62 of them, by over 0.5 at 7, by over 0.6
-at 4 and by 0.73 at one: twice as far off is one in fifteen."""
+and in float32 alone, without a server, differed on 76,800 tokens by over 0.3 at 62 of them, by over 0.5 at 7, by over
+0.6 at 4 and by 0.73 at one: twice as far off is one in fifteen."""
 
 HALF_TOLERANCE = TOKEN_TOLERANCE / 2
 """At most one token in a thousand may be off by as much; of those above one in ten thousand was."""
