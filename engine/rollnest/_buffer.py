@@ -105,7 +105,8 @@ class ReplayBuffer(Generic[T]):
         rows: list[T] = []
         while self._by_version and len(rows) < count:
             version = (max if self._freshest_first else min)(self._by_version)
-            rows += self._take(version, count - len(rows))
+            taken = self._take(version, count - len(rows))
+            rows = [*rows, *taken] if rows else taken  # mostly all are of one version
         return rows
 
     def take_older(self, version: int) -> list[T]:
