@@ -223,9 +223,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "delivery twice",
         (
             "_buffer.py",
-            "            rows += self._take(version, count - len(rows))\n        return rows\n\n    def take_older",
-            "            rows += self._by_version[version].rows[: count - len(rows)]\n"
-            "        return rows\n\n    def take_older",
+            "            taken = self._take(version, count - len(rows))\n",
+            "            taken = self._by_version[version].rows[: count - len(rows)]\n",
         ),
     ),
     _mutant(
