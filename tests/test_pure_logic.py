@@ -52,6 +52,7 @@ class TableMachine(RuleBasedStateMachine):
         )
         self.version = 0
         self.delivered: list[int] = []
+        self.members = 0  # of those that were delivered
         self.made: Counter[str] = Counter()
 
     flying = Bundle("flying")
@@ -122,12 +123,14 @@ class TableMachine(RuleBasedStateMachine):
             assert all(s.status is Status.COMPLETED for s in row.members.samples)
             assert all(s.lag(self.version) <= MAX_STALENESS for s in row.members.samples)  # I9
             self.delivered.append(row.visit)
+            self.members += len(row.members)
 
     @invariant()
     def balanced(self) -> None:
         table = self.table
         table.balance()  # I7
         assert len(set(self.delivered)) == len(self.delivered) == table.delivered  # I8
+        assert table.delivered_members == self.members
         held = sum(s.policy_tokens for row in table.parked for s in row.members.samples)
         flying = sum(s.policy_tokens for row in table.flight.values() for s in row.kept.values())
         gone = table.delivered_tokens + table.dropped_tokens

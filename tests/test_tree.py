@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from anyio import Event, create_task_group, sleep
+from anyio import Event, create_task_group, current_time, sleep
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
@@ -26,7 +26,7 @@ from rollnest import (
     Wait,
 )
 from rollnest.abc import Attempt, Instrument
-from rollnest.errors import EngineBroken, PauseFailed
+from rollnest.errors import EngineBroken, InferenceError, PauseFailed
 from rollnest.testing import (
     Reply,
     ScriptedController,
@@ -102,6 +102,28 @@ async def test_since_is_when_the_turn_went_through_the_gate() -> None:
 
     async with (
         Engine(ScriptedController(script), spec(judger=None), capacity=Capacity(turns=1)) as engine,
+        create_task_group() as group,
+    ):
+        await cancel_after(group, engine, 15, look)
+
+
+async def test_a_turn_that_was_sent_again_waits_for_the_server_since_then() -> None:
+    sent: list[float] = []
+
+    class Sent(Instrument):
+        def turn_started(self, attempt: Attempt) -> None:
+            sent.append(current_time())
+
+    def look() -> None:
+        (wait,) = waits(engine).values()
+        assert len(sent) == 2
+        assert sent[1] > sent[0]
+        assert (wait.kind, wait.seconds) == ("server", current_time() - sent[1])
+
+    down = Reply([], error=InferenceError("503: down", retryable=True))
+    script = in_turn(down, Reply([5, 0], delay=10_000.0))
+    async with (
+        Engine(ScriptedController(script), spec(group_size=1), instruments=[Sent()]) as engine,
         create_task_group() as group,
     ):
         await cancel_after(group, engine, 15, look)
