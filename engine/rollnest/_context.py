@@ -442,8 +442,7 @@ class Context:
             services.check(sampling, services.capabilities)
         gate = services.gate
         start = 0 if self._response is _NOTHING else len(self._response)
-        room = self.remaining if core.replay is None else self._room
-        cap = min(max_tokens or sampling.max_tokens, room)
+        cap = min(max_tokens or sampling.max_tokens, self._room)
         self._busy = True
         self._since = gate.clock()
         self._begun = start
