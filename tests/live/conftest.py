@@ -20,6 +20,13 @@ def vllm() -> Iterator[Vllm]:
 
 
 @pytest.fixture(scope="session")
+def exact() -> Iterator[Vllm]:
+    """The same, but its logprobs are exact enough to tell of each token which weights made it."""
+    with Vllm(free_port(), dtype="float32") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def second() -> Iterator[Vllm]:
     """Another server, to be started, and killed."""
     server = Vllm(free_port())

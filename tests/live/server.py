@@ -63,13 +63,19 @@ class Vllm:
         port: Where it listens.
         options: Options of the server.
         dev_mode: Whether it has its control routes.
+        dtype: What it computes in.
 
     Attributes:
         url: Its root.
     """
 
     def __init__(
-        self, port: int, *, options: Sequence[str] = OPTIONS, dev_mode: bool = True
+        self,
+        port: int,
+        *,
+        options: Sequence[str] = OPTIONS,
+        dev_mode: bool = True,
+        dtype: str = "bfloat16",
     ) -> None:
         self.url: str = f"http://127.0.0.1:{port}"
         self._log = PLACE / f"vllm-{port}.log"
@@ -90,7 +96,7 @@ class Vllm:
             "vllm.entrypoints.openai.api_server",
             *("--model", str(MODELS[0]), "--served-model-name", "smol"),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--max-model-len", str(MAX_CONTEXT), "--dtype", "bfloat16", "--enforce-eager"),
+            *("--max-model-len", str(MAX_CONTEXT), "--dtype", dtype, "--enforce-eager"),
             "--enable-log-requests",
             *options,
         ]
