@@ -15,8 +15,8 @@ MEAN_TOLERANCE = 0.05
 """Mean distance of logprobs at temperature 1 between two ways of computing the same bfloat16 weights."""
 
 TOKEN_TOLERANCE = 0.01
-"""Distance of any one token's logprobs where the server computes in float32 as well. In bfloat16 nothing could be said of
-one token: forward passes in it and in float32 differ by over 0.5 at one of 10,000, with a long tail behind."""
+"""Distance of any one token's logprobs where the server computes in float32 as well. In bfloat16 nothing could be said
+of one token: forward passes in it and in float32 differ by over 0.5 at one of 10,000, with a long tail behind."""
 
 _END = 2
 """The id that ends an answer. `min_tokens` forbids it, and with it processed logprobs are those of the other ids."""
